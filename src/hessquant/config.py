@@ -1,0 +1,90 @@
+"""What a user asks for: one frozen record, checked when it is made."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from hessquant.errors import ConfigError
+
+Order = Literal["activation", "natural", "group"]
+Scales = Literal["static", "dynamic"]
+Format = Literal["gptq"]
+CaptureMethod = Literal["once", "passes"]
+
+AUTO_GROUP_SIZES = (128, 64, 32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Settings of one run. Every name is explained in `docs/glossary.md`.
+
+    Attributes:
+        bits: Bits per code, 2 to 8 (a format may accept fewer values).
+        group_size: Inputs that share a scale; -1 = one group per row; "auto" = the largest of
+            128, 64, 32 that divides every target's inputs.
+        symmetric: One fixed zero at mid-range, or a zero per group.
+        format: On-disk dialect of the result.
+        order: Order in which columns are rounded.
+        scales: "static" fixes every scale before the sweep; "dynamic" fits a group's scales when
+            the sweep reaches it, to the weights as compensated by then.
+        scale_search: Search each group's scale for the least weighted error, or take min-max.
+        damping: Fraction of the mean Hessian diagonal that is added to the diagonal.
+        block_size: Columns per lazy block of the sweep.
+        num_windows: Calibration windows.
+        window_length: Tokens per calibration window.
+        allow_fewer: Take what there is when the text has too few windows.
+        include: Patterns of weight names to quantize besides the default targets.
+        exclude: Patterns of weight names to leave alone.
+        seed: Seed of every random choice.
+        capture: "once" runs each block once (DESIGN "forward once"); "passes" runs it several
+            times, stopping early, and holds less in memory.
+        trust_remote_code: Allow code that comes with the model to run.
+
+    Raises:
+        ConfigError: If a value means nothing.
+    """
+
+    bits: int = 4
+    group_size: int | Literal["auto"] = "auto"
+    symmetric: bool = True
+    format: Format = "gptq"
+    order: Order = "activation"
+    scales: Scales = "static"
+    scale_search: bool = True
+    damping: float = 0.01
+    block_size: int = 128
+    num_windows: int = 128
+    window_length: int = 2048
+    allow_fewer: bool = False
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    seed: int = 0
+    capture: CaptureMethod = "once"
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (
+            ("order", self.order, get_args(Order)),
+            ("scales", self.scales, get_args(Scales)),
+            ("format", self.format, get_args(Format)),
+            ("capture", self.capture, get_args(CaptureMethod)),
+        ):
+            if value not in allowed:
+                raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(allowed)}")
+        if not 2 <= self.bits <= 8:
+            raise ConfigError(f"bits is {self.bits}; choose 2 to 8")
+        if self.group_size != "auto" and (self.group_size < 1 and self.group_size != -1):
+            raise ConfigError(f"group_size is {self.group_size}; choose 'auto', -1 or a positive number")
+        if not 0 <= self.damping <= 1:
+            raise ConfigError(f"damping is {self.damping}; choose a fraction from 0 to 1, for example 0.01")
+        for name, count in (
+            ("block_size", self.block_size),
+            ("num_windows", self.num_windows),
+            ("window_length", self.window_length),
+        ):
+            if count < 1:
+                raise ConfigError(f"{name} is {count}; it must be at least 1")
+        if self.scales == "dynamic" and self.order == "activation":
+            raise ConfigError(
+                "dynamic scales in activation order would need a permuted g_idx, which servers have "
+                "dropped; use order 'group' or 'natural', or static scales"
+            )

@@ -1,0 +1,155 @@
+"""The uniform affine grid: which values a quantized weight may take.
+
+A group of consecutive inputs of one row shares a scale s and a zero z; code c in 0 .. 2^bits - 1 stands for
+s * (c - z). Symmetric grids fix z at mid-range. Scales are rounded to the dtype they are stored in *before* any
+weight is rounded, so that the sweep compensates for that rounding as well.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hessquant.errors import GridError
+
+SHRINK_FACTORS = tuple(1.0 - 0.025 * step for step in range(25))
+"""Fractions of the min-max scale that the scale search tries: 1.0 down to 0.4 in 25 steps."""
+
+
+@dataclass(frozen=True)
+class GridSpec:
+    """The grid that a weight is to be put on.
+
+    Attributes:
+        bits: Bits per code, 2 to 8.
+        symmetric: Zero fixed at 2^(bits-1) instead of one per group.
+        group_size: Inputs per group; -1 = one group per row.
+        scale_dtype: Floating dtype that scales are stored in.
+    """
+
+    bits: int = 4
+    symmetric: bool = True
+    group_size: int = -1
+    scale_dtype: torch.dtype = torch.float16
+
+    @property
+    def top(self) -> int:
+        """Largest code."""
+        return (1 << self.bits) - 1
+
+    @property
+    def middle(self) -> int:
+        """Zero of a symmetric grid."""
+        return 1 << (self.bits - 1)
+
+    def width(self, columns: int) -> int:
+        """Inputs per group of a weight with `columns` inputs.
+
+        Raises:
+            GridError: If the group size does not divide the inputs.
+        """
+        if self.group_size == -1:
+            return columns
+        if columns % self.group_size:
+            raise GridError(f"group size {self.group_size} does not divide {columns} inputs")
+        return self.group_size
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Scales and zeros of one weight.
+
+    Attributes:
+        spec: What was asked for.
+        scales: [rows, groups], dtype `spec.scale_dtype`, finite and positive.
+        zeros: [rows, groups], uint8, 0 .. 2^bits - 1.
+    """
+
+    spec: GridSpec
+    scales: Tensor
+    zeros: Tensor
+
+
+class SearchKernel(Protocol):
+    """Best shrink factor per group; see `hessquant.kernels.twin.search_scales`."""
+
+    def __call__(
+        self, weight: Tensor, column_weights: Tensor, spec: GridSpec, shrink_factors: tuple[float, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Take weight [columns, rows] and column_weights [columns]; give scales and zeros [groups, rows]."""
+
+
+def min_max(weight: Tensor, spec: GridSpec) -> Grid:
+    """Fit the grid to the range of each group (round-to-nearest's usual choice).
+
+    Args:
+        weight: [rows, columns], floating.
+        spec: The grid to fit.
+
+    Returns:
+        Grid with scales [rows, groups]. A group of zeros gets scale 1 and dequantizes to exact zeros.
+
+    Raises:
+        GridError: If the group size does not divide the columns, or a scale overflows its dtype.
+
+    >>> grid = min_max(torch.tensor([[-1.5, 0.75, 0.0, 0.0]]), GridSpec(bits=2, group_size=2))
+    >>> grid.scales.tolist(), grid.zeros.tolist()
+    ([[1.0, 1.0]], [[2, 2]])
+    """
+    groups = weight.unflatten(1, (-1, spec.width(weight.shape[1])))
+    scales, zeros = affine(groups.amin(-1), groups.amax(-1), spec)
+    return Grid(spec, scales, zeros)
+
+
+def affine(low: Tensor, high: Tensor, spec: GridSpec) -> tuple[Tensor, Tensor]:
+    """Scales (stored dtype) and zeros (uint8) of groups that range from `low` to `high`, any one shape.
+
+    Raises:
+        GridError: If a scale overflows the stored dtype.
+    """
+    if spec.symmetric:
+        span = 2 * torch.maximum(low.abs(), high.abs())
+    else:
+        span = high.clamp(min=0) - low.clamp(max=0)
+    raw = span / spec.top
+    scales = raw.clamp(min=torch.finfo(spec.scale_dtype).smallest_normal).to(spec.scale_dtype)
+    scales = torch.where(span == 0, torch.ones_like(scales), scales)
+    if not bool(torch.isfinite(scales).all()):
+        raise GridError(
+            f"a scale of {float(raw.max()):.3g} does not fit {spec.scale_dtype}; the weights reach "
+            f"{float(torch.maximum(low.abs(), high.abs()).max()):.3g}: check the source checkpoint"
+        )
+    if spec.symmetric:
+        zeros = torch.full_like(scales, spec.middle, dtype=torch.uint8)
+    else:
+        zeros = torch.round(-low.clamp(max=0) / scales.to(low.dtype)).clamp(0, spec.top).to(torch.uint8)
+    return scales, zeros
+
+
+def encode(weight: Tensor, grid: Grid) -> Tensor:
+    """Round each weight to the nearest grid value; codes uint8 [rows, columns].
+
+    >>> grid = min_max(torch.tensor([[-1.5, 0.75]]), GridSpec(bits=2, group_size=2))
+    >>> encode(torch.tensor([[-1.5, 0.75]]), grid).tolist()
+    [[0, 3]]
+    """
+    width = grid.spec.width(weight.shape[1])
+    scales = grid.scales.to(weight.dtype).repeat_interleave(width, dim=1)
+    zeros = grid.zeros.to(weight.dtype).repeat_interleave(width, dim=1)
+    return (torch.round(weight / scales) + zeros).clamp(0, grid.spec.top).to(torch.uint8)
+
+
+def decode(codes: Tensor, grid: Grid, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Values that codes [rows, columns] stand for: (code - zero) * scale, in `dtype`.
+
+    In float32 the product is exact: a code difference has at most 8 bits and a stored scale at most 11.
+
+    >>> grid = min_max(torch.tensor([[-1.5, 0.75]]), GridSpec(bits=2, group_size=2))
+    >>> decode(torch.tensor([[0, 3]], dtype=torch.uint8), grid).tolist()
+    [[-2.0, 1.0]]
+    """
+    width = grid.spec.width(codes.shape[1])
+    scales = grid.scales.to(dtype).repeat_interleave(width, dim=1)
+    zeros = grid.zeros.to(dtype).repeat_interleave(width, dim=1)
+    return (codes.to(dtype) - zeros) * scales

@@ -1,0 +1,96 @@
+"""Every exception that Hessquant raises on purpose.
+
+The branch an error hangs from decides the exit code of the command line:
+
+    HessquantError
+    |-- RefusedError                  exit 2: refused before any work was done
+    |   |-- ConfigError               an option has a value that means nothing
+    |   |-- SourceError               the model cannot be found, read or trusted
+    |   |-- PlanError                 the model and the options do not fit together
+    |   |   |-- GroupSizeError        a group size does not divide a weight's inputs
+    |   |   `-- PatternError          an include or exclude pattern matches nothing
+    |   |-- CalibrationError          the calibration text cannot be used
+    |   |   `-- NotEnoughTextError    fewer tokens than the windows asked for need
+    |   `-- OutputError               the output directory cannot be written to
+    `-- FailedError                   exit 3: failed on the way, nothing finished-looking is left
+        |-- NonFiniteError            NaN or Inf in inputs, weights or statistics
+        |-- FactorizationError        the Hessian cannot be factored within the damping bounds
+        |-- GridError                 the weights cannot be put on the grid asked for
+        |-- CaptureError              the forward pass did not go as the plan said
+        `-- CheckpointError           a checkpoint is malformed or does not say what it should
+            `-- VerificationError     what was written is not what was solved
+
+Messages name the layer, the value, and what to do about it.
+"""
+
+
+class HessquantError(Exception):
+    """Base of every error raised on purpose; `exit_code` is the command line's status."""
+
+    exit_code = 3
+
+
+class RefusedError(HessquantError):
+    """Refused before any work was done."""
+
+    exit_code = 2
+
+
+class ConfigError(RefusedError):
+    """An option has a value that means nothing."""
+
+
+class SourceError(RefusedError):
+    """The model cannot be found, read or trusted."""
+
+
+class PlanError(RefusedError):
+    """The model and the options do not fit together."""
+
+
+class GroupSizeError(PlanError):
+    """A group size does not divide a weight's inputs."""
+
+
+class PatternError(PlanError):
+    """An include or exclude pattern matches nothing."""
+
+
+class CalibrationError(RefusedError):
+    """The calibration text cannot be used."""
+
+
+class NotEnoughTextError(CalibrationError):
+    """There are fewer tokens than the windows asked for need."""
+
+
+class OutputError(RefusedError):
+    """The output directory cannot be written to."""
+
+
+class FailedError(HessquantError):
+    """Failed on the way; nothing that looks finished is left behind."""
+
+
+class NonFiniteError(FailedError):
+    """NaN or Inf where a finite number is needed; more damping never helps."""
+
+
+class FactorizationError(FailedError):
+    """The Hessian cannot be factored, even with the largest damping allowed."""
+
+
+class GridError(FailedError):
+    """The weights cannot be put on the grid asked for."""
+
+
+class CaptureError(FailedError):
+    """The forward pass did not go as the plan said it would."""
+
+
+class CheckpointError(FailedError):
+    """A checkpoint is malformed, or does not hold what it says."""
+
+
+class VerificationError(CheckpointError):
+    """What was written differs from what was solved."""

@@ -1,0 +1,252 @@
+"""What the stages hand to each other and to the report: frozen, and free of tensors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Target:
+    """One weight that will be quantized.
+
+    Attributes:
+        name: Parameter name in the model and in the checkpoint, e.g. `model.layers.0.mlp.up_proj.weight`.
+        block: Index of the block that holds it.
+        rows: Outputs.
+        columns: Inputs.
+        bits: Bits per code.
+        group_size: Inputs per group; -1 = one group per row.
+        symmetric: Whether the zero is fixed at mid-range.
+        transposed: Whether it is stored [columns, rows].
+        shares_input_with: The first target that is multiplied with the same input tensor; itself when none is before it.
+    """
+
+    name: str
+    block: int
+    rows: int
+    columns: int
+    bits: int
+    group_size: int
+    symmetric: bool
+    transposed: bool
+    shares_input_with: str
+
+    @property
+    def groups(self) -> int:
+        """Groups per row."""
+        return 1 if self.group_size == -1 else self.columns // self.group_size
+
+
+@dataclass(frozen=True)
+class Untouched:
+    """One tensor that is copied as it is, and why."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class ServerVerdict:
+    """Whether one client opens the planned checkpoint; `basis` says how that is known."""
+
+    server: str
+    opens: Literal["yes", "no", "unknown"]
+    reason: str
+    basis: Literal["measured", "documented", "not run"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is decided before a weight is read.
+
+    Attributes:
+        source: The model as the user named it.
+        architecture: Class that the model's config asks for.
+        blocks: Module names of the blocks, in order.
+        targets: Weights to quantize, in the order the forward pass reaches them.
+        untouched: Every other tensor of the checkpoint.
+        group_size: Group size of the targets, "auto" resolved.
+        bits_per_weight: Mean bits of a target's weights with scales and zeros.
+        unquantized_share: Share of the source's weight bytes that stays as it is, 0 to 1.
+        source_bytes: Bytes of all source tensors.
+        output_bytes: Bytes of all output tensors.
+        memory_bytes: Estimated peak of anonymous memory.
+        tensor_parallel: Largest tensor-parallel size (a power of two up to 64) that the shapes allow.
+        servers: Verdict per client.
+    """
+
+    source: str
+    architecture: str
+    blocks: tuple[str, ...]
+    targets: tuple[Target, ...]
+    untouched: tuple[Untouched, ...]
+    group_size: int
+    bits_per_weight: float
+    unquantized_share: float
+    source_bytes: int
+    output_bytes: int
+    memory_bytes: int
+    tensor_parallel: int
+    servers: tuple[ServerVerdict, ...]
+
+
+@dataclass(frozen=True)
+class TokenWindow:
+    """Token ids of one calibration or evaluation window; no padding, ever."""
+
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CalibrationRecord:
+    """Where the calibration tokens came from.
+
+    Attributes:
+        source: `builtin`, a file name, or a hub id. Never a path with folders.
+        windows: Windows used.
+        tokens: Tokens in them.
+        tokens_available: Tokens the text held.
+        digest: SHA-256 over the token ids, so that two runs can be compared.
+    """
+
+    source: str
+    windows: int
+    tokens: int
+    tokens_available: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """What happened to one weight. Losses are tr((W-Q) H (W-Q)^T) with H the mean over tokens.
+
+    Attributes:
+        name: Parameter name.
+        rows: Outputs.
+        columns: Inputs.
+        bits: Bits per code.
+        group_size: Inputs per group; -1 = one group per row.
+        tokens: Tokens that its Hessian saw.
+        shares_hessian_with: The target whose Hessian was used (itself when its own).
+        method: "gptq", or "rtn" where every row fell back to rounding.
+        loss: Loss of the written weights.
+        rtn_loss: Loss of plain round-to-nearest on the min-max grid.
+        output_energy: tr(W H W^T), so that loss / output_energy is the relative output error.
+        expected_loss: What the theory expects of the sweep on this grid (`core.bounds`).
+        floor: What no column order can be expected to beat (`core.bounds`).
+        damping: Damping asked for.
+        damping_used: Damping that the factorisation succeeded with.
+        factorizations: Attempts that took.
+        dead_columns: Inputs that the calibration data never excited.
+        fallback_rows: Rows where round-to-nearest was better and was kept.
+        zero_groups: Groups of all-zero weights.
+        tiny_groups: Groups whose scale was raised to the smallest the stored dtype holds.
+        seconds: Wall time of the solve.
+    """
+
+    name: str
+    rows: int
+    columns: int
+    bits: int
+    group_size: int
+    tokens: int
+    shares_hessian_with: str
+    method: Literal["gptq", "rtn"]
+    loss: float
+    rtn_loss: float
+    output_energy: float
+    expected_loss: float
+    floor: float
+    damping: float
+    damping_used: float
+    factorizations: int
+    dead_columns: int
+    fallback_rows: int
+    zero_groups: int
+    tiny_groups: int
+    seconds: float
+
+    @property
+    def relative_to_rtn(self) -> float:
+        """Loss divided by round-to-nearest's; 1 where both are zero."""
+        return self.loss / self.rtn_loss if self.rtn_loss > 0 else 1.0
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """The whole truth about one run; `hessquant-report.json` is this record.
+
+    Attributes:
+        version: Version of Hessquant.
+        settings: The config as asked for.
+        plan: What was decided before.
+        calibration: Tokens used.
+        layers: One record per target, in the order they were quantized.
+        forwards_per_block: Forward passes of a block per calibration window.
+        degraded: One sentence per thing that is less than asked for; empty when all went well.
+        seconds: Wall time of the run.
+        cpu_seconds: CPU time of the run.
+        peak_memory_bytes: Largest resident set of the process.
+        output_bytes: Bytes of the tensors written.
+        verified_tensors: Quantized weights that were re-read and decoded to the solver's values.
+        environment: Versions of what the numbers can depend on, and the thread count.
+    """
+
+    version: str
+    settings: Mapping[str, object]
+    plan: Plan
+    calibration: CalibrationRecord
+    layers: tuple[LayerRecord, ...]
+    forwards_per_block: float
+    degraded: tuple[str, ...]
+    seconds: float
+    cpu_seconds: float
+    peak_memory_bytes: int
+    output_bytes: int
+    verified_tensors: int
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A model against a base model on the same tokens.
+
+    Attributes:
+        base: The base model as the user named it.
+        base_perplexity: Its perplexity.
+        kl_divergence: Mean over predicted tokens of KL(base || model), in nats.
+        top1_agreement: Share of predicted tokens where both put the same token first.
+    """
+
+    base: str
+    base_perplexity: float
+    kl_divergence: float
+    top1_agreement: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Perplexity of one model; float32, non-overlapping windows, each window's first token not predicted.
+
+    Attributes:
+        model: The model as the user named it.
+        text: Where the text came from.
+        perplexity: exp of the mean negative log-likelihood per predicted token.
+        nll: That mean, in nats.
+        tokens: Predicted tokens.
+        windows: Windows used.
+        window_length: Tokens per window.
+        comparison: Against a base model, if one was given.
+    """
+
+    model: str
+    text: str
+    perplexity: float
+    nll: float
+    tokens: int
+    windows: int
+    window_length: int
+    comparison: Comparison | None = None
