@@ -2,7 +2,39 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
+
+
+class Progress(Protocol):
+    """What a run tells its caller while it works; the command line draws it."""
+
+    def stage(self, name: str, steps: int) -> None:
+        """A new stage of `steps` steps begins, e.g. ("quantize", 210)."""
+
+    def advance(self, detail: str) -> None:
+        """One step of the stage is done; `detail` names it, e.g. a weight."""
+
+    def layer(self, record: "LayerRecord") -> None:
+        """A weight has been quantized (follows its `advance`)."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a checkpoint, known from the header of its file.
+
+    Attributes:
+        name: Name in the checkpoint.
+        shape: Its dimensions.
+        dtype: As safetensors spells it: "F32", "BF16", "F16", "I32" ...
+        bytes: Its size on disk.
+        file: File name within the checkpoint directory.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    file: str
 
 
 @dataclass(frozen=True)
@@ -250,3 +282,39 @@ class Evaluation:
     windows: int
     window_length: int
     comparison: Comparison | None = None
+
+
+@dataclass(frozen=True)
+class InspectedWeight:
+    """One quantized weight found in a checkpoint."""
+
+    name: str
+    rows: int
+    columns: int
+    bits: int
+    group_size: int
+    symmetric: bool
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a checkpoint directory holds.
+
+    Attributes:
+        directory: Its name.
+        format: "gptq", "gptq_v2", or "none" when nothing is quantized.
+        weights: Quantized weights.
+        untouched: Every other tensor.
+        bits_per_weight: Mean bits per quantized weight, scales and zeros included; 0 when none.
+        total_bytes: Bytes of all tensors.
+        faults: One sentence per thing that is wrong; empty when the checkpoint is sound.
+    """
+
+    directory: str
+    format: str
+    weights: tuple[InspectedWeight, ...]
+    untouched: tuple[TensorInfo, ...]
+    bits_per_weight: float
+    total_bytes: int
+    faults: tuple[str, ...]

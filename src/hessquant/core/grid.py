@@ -71,6 +71,23 @@ class Grid:
     zeros: Tensor
 
 
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A weight as integers on a grid.
+
+    Attributes:
+        codes: [rows, columns], uint8, 0 .. 2^bits - 1, in the columns' own order.
+        grid: Scales and zeros.
+    """
+
+    codes: Tensor
+    grid: Grid
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The values [rows, columns] that the codes stand for."""
+        return decode(self.codes, self.grid, dtype)
+
+
 class SearchKernel(Protocol):
     """Best shrink factor per group; see `hessquant.kernels.twin.search_scales`."""
 
