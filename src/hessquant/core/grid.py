@@ -119,6 +119,28 @@ def min_max(weight: Tensor, spec: GridSpec) -> Grid:
     return Grid(spec, scales, zeros)
 
 
+def smallest_scale(dtype: torch.dtype) -> float:
+    """Smallest positive scale that `dtype` stores and float32 arithmetic does not flush.
+
+    >>> smallest_scale(torch.float16) == 2.0**-24
+    True
+    """
+    info = torch.finfo(dtype)
+    return max(info.smallest_normal * info.eps, torch.finfo(torch.float32).smallest_normal)
+
+
+def count_degenerate(weight: Tensor, spec: GridSpec) -> tuple[int, int]:
+    """Groups that are all zero, and groups too small for any scale of the stored dtype.
+
+    >>> count_degenerate(torch.tensor([[0.0, 0.0, 1e-9, 0.0]]), GridSpec(bits=4, group_size=2))
+    (1, 1)
+    """
+    peaks = weight.unflatten(1, (-1, spec.width(weight.shape[1]))).abs().amax(-1)
+    zero = peaks == 0
+    tiny = (2 * peaks / spec.top < smallest_scale(spec.scale_dtype)) & ~zero
+    return int(zero.sum()), int(tiny.sum())
+
+
 def affine(low: Tensor, high: Tensor, spec: GridSpec) -> tuple[Tensor, Tensor]:
     """Scales (stored dtype) and zeros (uint8) of groups that range from `low` to `high`, any one shape.
 
@@ -130,7 +152,7 @@ def affine(low: Tensor, high: Tensor, spec: GridSpec) -> tuple[Tensor, Tensor]:
     else:
         span = high.clamp(min=0) - low.clamp(max=0)
     raw = span / spec.top
-    scales = raw.clamp(min=torch.finfo(spec.scale_dtype).smallest_normal).to(spec.scale_dtype)
+    scales = raw.clamp(min=smallest_scale(spec.scale_dtype)).to(spec.scale_dtype)
     scales = torch.where(span == 0, torch.ones_like(scales), scales)
     if not bool(torch.isfinite(scales).all()):
         raise GridError(

@@ -1,0 +1,41 @@
+"""What theory expects of a layer, from the factor's diagonal and the scales alone.
+
+Rounding errors are modelled as uniform on half a step to either side: variance s^2 / 12. They tell whether a better
+algorithm could still help, or only more bits can. All are totals of tr(E H E^T) with the damped H, clamping ignored.
+"""
+
+import torch
+from torch import Tensor
+
+from hessquant.core.factor import Factor
+from hessquant.core.grid import Grid
+
+
+def _step_energy(grid: Grid, columns: int) -> Tensor:
+    """sum over rows of s_{r, g(j)}^2 / 12, [columns], float64."""
+    per_group = (grid.scales.double() ** 2).sum(0) / 12
+    return per_group.repeat_interleave(grid.spec.width(columns))
+
+
+def expected_rtn_loss(grid: Grid, hessian: Tensor) -> float:
+    """Expected loss of rounding to nearest: sum_j s_j^2 / 12 * H_jj."""
+    diagonal = hessian.diagonal().double()
+    return float((_step_energy(grid, len(diagonal)) * diagonal).sum())
+
+
+def expected_sweep_loss(grid: Grid, factor: Factor) -> float:
+    """Expected loss of the sweep: sum_j s_j^2 / 12 * M_jj^2 (Babai's nearest plane, arXiv 2507.18553)."""
+    importance = factor.importance
+    return float((_step_energy(grid, len(importance)) * importance).sum())
+
+
+def order_free_floor(grid: Grid, factor: Factor) -> float:
+    """What the sweep's expected loss cannot be below in any column order.
+
+    The product of the s_j^2 M_jj^2 is a determinant and does not depend on the order; their sum is least when all are
+    equal (arithmetic and geometric mean): columns * (prod_j s_j^2 M_jj^2)^(1/columns) / 12, summed over rows.
+    """
+    width = grid.spec.width(len(factor.lower))
+    log_importance = factor.importance.log().mean()
+    log_steps = 2 * grid.scales.double().log().repeat_interleave(width, dim=1).mean(1)
+    return float(len(factor.lower) * torch.exp(log_steps + log_importance).sum() / 12)

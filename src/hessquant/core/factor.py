@@ -1,0 +1,104 @@
+"""One factorisation of the damped Hessian, in the order the sweep needs it: H = M^T M with M lower triangular.
+
+M = flip(cholesky(flip(H)))^T. The ratios M_jk / M_jj are GPTQ's compensation coefficients, so H is never inverted
+(Babai's nearest plane on the lattice of H: arXiv 2507.18553).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hessquant.config import Order
+from hessquant.core.order import column_order
+from hessquant.errors import FactorizationError, NonFiniteError
+
+LARGEST_DAMPING = 1.0
+"""Damping is never raised above this fraction of the mean diagonal."""
+
+_FIRST_RETRY = 1e-6
+
+
+@dataclass(frozen=True)
+class Factor:
+    """H + lambda I = M^T M, columns in visiting order.
+
+    Attributes:
+        lower: M, [columns, columns], float64, lower triangular, positive diagonal.
+        order: int64 [columns]: `order[k]` is the column visited k-th.
+        damping_used: Damping that the factorisation succeeded with, as a fraction of the mean live diagonal.
+        attempts: Factorisations that took; 1 when the damping asked for was enough.
+        dead: bool [columns], in the columns' own order: never excited by the calibration data.
+    """
+
+    lower: Tensor
+    order: Tensor
+    damping_used: float
+    attempts: int
+    dead: Tensor
+
+    @property
+    def importance(self) -> Tensor:
+        """M_jj^2 of each column in the columns' own order, [columns], float64."""
+        squares = torch.empty_like(self.lower.diagonal())
+        squares[self.order] = self.lower.diagonal() ** 2
+        return squares
+
+
+def factorize(hessian: Tensor, *, damping: float, order: Order, group_width: int) -> Factor:
+    """Damp the Hessian and factor it in float64.
+
+    Dead columns (H_jj = 0) get the mean of the live diagonal: their weights are rounded to nearest, since nothing couples
+    to them, and count like average ones when scales are searched. When the factorisation fails, or its smallest pivot is
+    rounding noise, damping is raised tenfold up to `LARGEST_DAMPING`.
+
+    Args:
+        hessian: [columns, columns], symmetric, floating.
+        damping: Fraction of the mean live diagonal to add to the diagonal.
+        order: Order in which columns are visited.
+        group_width: Columns per group, for the order "group".
+
+    Raises:
+        NonFiniteError: If H holds NaN or Inf: inputs were not finite, and damping cannot help.
+        FactorizationError: If the largest damping is not enough: H is not a Gram matrix.
+
+    >>> h = torch.tensor([[4.0, 2.0], [2.0, 3.0]], dtype=torch.float64)
+    >>> m = factorize(h, damping=0.0, order="natural", group_width=2).lower
+    >>> torch.allclose(m.T @ m, h), round(float(m[1, 0] / m[1, 1]), 4)
+    (True, 0.6667)
+    """
+    finite = torch.isfinite(hessian)
+    if not bool(finite.all()):
+        channel = int((~finite).nonzero()[0][0])
+        raise NonFiniteError(f"the Hessian is not finite at channel {channel}: an input was NaN or Inf")
+    diagonal = hessian.diagonal().double()
+    dead = diagonal == 0
+    live_mean = float(diagonal[~dead].mean()) if not bool(dead.all()) else 1.0
+    visit = column_order(diagonal, order, group_width)
+    permuted = hessian.double()[visit][:, visit]
+    permuted.diagonal().add_(dead[visit].double() * live_mean)
+    wanted, attempts = damping, 0
+    while True:
+        attempts += 1
+        lower = _cholesky(permuted, wanted * live_mean)
+        if lower is not None:
+            return Factor(lower, visit, wanted, attempts, dead)
+        if wanted >= LARGEST_DAMPING:
+            raise FactorizationError(
+                f"the Hessian of {len(hessian)} inputs cannot be factored even with damping {wanted:g}: it is not a sum "
+                "of squares; check how its statistics were made"
+            )
+        wanted = min(max(10 * wanted, _FIRST_RETRY), LARGEST_DAMPING)
+
+
+def _cholesky(hessian: Tensor, shift: float) -> Tensor | None:
+    """M with M^T M = H + shift I, or None when the factorisation fails or rests on rounding noise."""
+    damped = hessian.clone()
+    damped.diagonal().add_(shift)
+    upper, info = torch.linalg.cholesky_ex(damped.flip(0, 1))
+    if int(info) != 0:
+        return None
+    noise = torch.finfo(damped.dtype).eps * len(damped) * damped.diagonal().max()
+    if bool((upper.diagonal() ** 2).min() <= noise):
+        return None
+    return upper.flip(0, 1).T.contiguous()

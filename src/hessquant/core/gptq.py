@@ -1,0 +1,219 @@
+"""GPTQ as one left-looking sweep over the columns, without an inverse.
+
+With H = M^T M, M lower triangular, and E = W - Q of the columns already fixed, column j's target is
+
+    t_j = w_j + (1 / M_jj) * sum_{k<j} M_jk e_k,    q_j = round_to_grid(t_j),    e_j = w_j - q_j.
+
+The original weights stay as they are. In blocks of columns, the sum over earlier blocks is one matrix product, and the
+rest is a small triangular loop that a kernel runs. Same integers as GPTQ with the Cholesky factor of the inverse
+(arXiv 2210.17323, algorithm 1), at a quarter of the factorisation's cost.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from hessquant.config import Config
+from hessquant.core import bounds
+from hessquant.core.factor import Factor
+from hessquant.core.grid import (
+    SHRINK_FACTORS,
+    Grid,
+    GridSpec,
+    QuantizedWeight,
+    SearchKernel,
+    count_degenerate,
+    decode,
+    encode,
+    min_max,
+)
+from hessquant.core.hessian import first_non_finite
+from hessquant.core.objective import loss_per_row
+from hessquant.errors import NonFiniteError
+
+
+class SweepKernel(Protocol):
+    """The triangular loop of one block; see `hessquant.kernels.twin.sweep_block`."""
+
+    def __call__(
+        self, weight: Tensor, lower: Tensor, carried: Tensor, scales: Tensor, zeros: Tensor, group: Tensor, top: int
+    ) -> tuple[Tensor, Tensor]:
+        """Take weight and carried [width, rows], lower [width, width], scales and zeros [groups, rows], group [width].
+
+        Give codes uint8 and errors [width, rows].
+        """
+
+
+class Kernels(NamedTuple):
+    """The two inner loops, for one device and size."""
+
+    sweep_block: SweepKernel
+    search_scales: SearchKernel
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A solved weight and what is known about it. Losses are tr(E H E^T) with the Hessian as given, undamped.
+
+    Attributes:
+        weight: Codes, scales and zeros.
+        loss: Loss of `weight`.
+        rtn_loss: Loss of round-to-nearest on the min-max grid.
+        output_energy: tr(W H W^T).
+        expected_loss: `bounds.expected_sweep_loss`.
+        floor: `bounds.order_free_floor`.
+        fallback_rows: Rows where round-to-nearest was better and was kept.
+        zero_groups: Groups of zeros.
+        tiny_groups: Groups whose scale had to be raised to the smallest that can be stored.
+    """
+
+    weight: QuantizedWeight
+    loss: float
+    rtn_loss: float
+    output_energy: float
+    expected_loss: float
+    floor: float
+    fallback_rows: int
+    zero_groups: int
+    tiny_groups: int
+
+
+def solve(weight: Tensor, hessian: Tensor, factor: Factor, spec: GridSpec, config: Config, kernels: Kernels) -> Solution:
+    """Quantize one weight and keep, row by row, the better of the sweep and round-to-nearest.
+
+    Args:
+        weight: [rows, columns]; computed in float64 if it is float64, else in float32.
+        hessian: [columns, columns], undamped.
+        factor: Its factor; one factor serves every weight that sees the same inputs.
+        spec: The grid.
+        config: `scales`, `scale_search` and `block_size` are read.
+        kernels: The inner loops.
+
+    Raises:
+        NonFiniteError: If a weight is NaN or Inf; the message names its row and column.
+        GridError: If the group size does not divide the columns, or a scale overflows its dtype.
+    """
+    place = first_non_finite(weight)
+    if place is not None:
+        raise NonFiniteError(f"weight at row {place[0]}, column {place[1]} is {float(weight[place])}")
+    weight = weight if weight.dtype == torch.float64 else weight.float()
+    hessian = hessian.to(weight.dtype)
+    if config.scales == "static":
+        grid = fit_grid(weight, factor, spec, config, kernels)
+        codes = sweep(weight, factor, grid, block_size=config.block_size, kernel=kernels.sweep_block)
+        swept = QuantizedWeight(codes, grid)
+    else:
+        swept = dynamic_sweep(weight, factor, spec, config, kernels)
+    swept_loss = loss_per_row(weight - swept.dequantize(weight.dtype), hessian)
+    nearest_grid = min_max(weight, spec)
+    nearest = QuantizedWeight(encode(weight, nearest_grid), nearest_grid)
+    nearest_loss = loss_per_row(weight - nearest.dequantize(weight.dtype), hessian)
+    # With clamping the sweep can lose; "not better" also covers a row that overflowed.
+    worse = ~(swept_loss <= nearest_loss)
+    zero_groups, tiny_groups = count_degenerate(weight, spec)
+    return Solution(
+        weight=_take_rows(swept, nearest, worse),
+        loss=float(torch.where(worse, nearest_loss, swept_loss).double().sum()),
+        rtn_loss=float(nearest_loss.double().sum()),
+        output_energy=float(loss_per_row(weight, hessian).double().sum()),
+        expected_loss=bounds.expected_sweep_loss(swept.grid, factor),
+        floor=bounds.order_free_floor(swept.grid, factor),
+        fallback_rows=int(worse.sum()),
+        zero_groups=zero_groups,
+        tiny_groups=tiny_groups,
+    )
+
+
+def fit_grid(weight: Tensor, factor: Factor, spec: GridSpec, config: Config, kernels: Kernels) -> Grid:
+    """Scales and zeros fixed before the sweep: searched against M_jj^2, or min-max."""
+    if not config.scale_search:
+        return min_max(weight, spec)
+    importance = factor.importance.to(weight.dtype)
+    scales, zeros = kernels.search_scales(weight.T.contiguous(), importance, spec, SHRINK_FACTORS)
+    return Grid(spec, scales.T.contiguous(), zeros.T.contiguous())
+
+
+def sweep(weight: Tensor, factor: Factor, grid: Grid, *, block_size: int, kernel: SweepKernel) -> Tensor:
+    """Codes of a weight on a fixed grid.
+
+    Args:
+        weight: [rows, columns], float32 or float64; the sweep runs in this dtype.
+        factor: Factor of the damped Hessian.
+        grid: Scales and zeros, groups being contiguous columns whatever the order.
+        block_size: Columns per lazy block; does not change the result.
+        kernel: The loop within a block.
+
+    Returns:
+        uint8 [rows, columns], in the columns' own order.
+    """
+    order, lower = factor.order, factor.lower.to(weight.dtype)
+    visited = weight.T[order]
+    group = order // grid.spec.width(weight.shape[1])
+    scales = grid.scales.T.to(weight.dtype).contiguous()
+    zeros = grid.zeros.T.to(weight.dtype).contiguous()
+    errors = torch.zeros_like(visited)
+    codes = torch.empty(weight.shape[::-1], dtype=torch.uint8, device=weight.device)
+    for start in range(0, len(order), block_size):
+        block = slice(start, min(start + block_size, len(order)))
+        carried = lower[block, :start] @ errors[:start]
+        codes[order[block]], errors[block] = kernel(
+            visited[block], lower[block, block].contiguous(), carried, scales, zeros, group[block], grid.spec.top
+        )
+    return codes.T.contiguous()
+
+
+def dynamic_sweep(
+    weight: Tensor, factor: Factor, spec: GridSpec, config: Config, kernels: Kernels
+) -> QuantizedWeight:
+    """The sweep with each group's scales fitted when it is reached, to the weights as compensated by then.
+
+    The order must visit groups one after another ("natural" or "group"). At the start of group g GPTQ's weights are
+    W_g + S M_gg^{-T}, with S the sum over earlier columns.
+    """
+    order, lower = factor.order, factor.lower.to(weight.dtype)
+    width = spec.width(weight.shape[1])
+    visited = weight.T[order]
+    importance = (lower.diagonal() ** 2).contiguous()
+    errors = torch.zeros_like(visited)
+    codes = torch.empty(weight.shape[::-1], dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(len(order) // width, len(weight), dtype=spec.scale_dtype, device=weight.device)
+    zeros = torch.empty_like(scales, dtype=torch.uint8)
+    for start in range(0, len(order), width):
+        members = slice(start, start + width)
+        carried = lower[members, :start] @ errors[:start]
+        seen = visited[members] + torch.linalg.solve_triangular(lower[members, members], carried, upper=False)
+        if config.scale_search:
+            found = kernels.search_scales(seen, importance[members], GridSpec(spec.bits, spec.symmetric, -1, spec.scale_dtype), SHRINK_FACTORS)
+        else:
+            fitted = min_max(seen.T, GridSpec(spec.bits, spec.symmetric, -1, spec.scale_dtype))
+            found = fitted.scales.T, fitted.zeros.T
+        index = int(order[start]) // width
+        scales[index], zeros[index] = found[0][0], found[1][0]
+        for first in range(start, start + width, config.block_size):
+            block = slice(first, min(first + config.block_size, start + width))
+            local = carried[first - start : block.stop - start] + lower[block, start:first] @ errors[start:first]
+            codes[order[block]], errors[block] = kernels.sweep_block(
+                visited[block],
+                lower[block, block].contiguous(),
+                local,
+                scales[index : index + 1].to(weight.dtype),
+                zeros[index : index + 1].to(weight.dtype),
+                torch.zeros_like(order[block]),
+                spec.top,
+            )
+    return QuantizedWeight(codes.T.contiguous(), Grid(spec, scales.T.contiguous(), zeros.T.contiguous()))
+
+
+def _take_rows(first: QuantizedWeight, second: QuantizedWeight, where: Tensor) -> QuantizedWeight:
+    """`first` with the rows marked in `where` taken from `second`."""
+    if not bool(where.any()):
+        return first
+    rows = where.unsqueeze(1)
+    grid = Grid(
+        first.grid.spec,
+        torch.where(rows, second.grid.scales, first.grid.scales),
+        torch.where(rows, second.grid.zeros, first.grid.zeros),
+    )
+    return QuantizedWeight(torch.where(rows, second.codes, first.codes), grid)

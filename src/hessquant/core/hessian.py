@@ -1,0 +1,104 @@
+"""Hessian statistics: sums over tokens that merge by addition.
+
+The Hessian of ||W X - Q X||^2 in one row of Q is, up to a factor that cancels, H = sum_n s_n x_n x_n^T, the same for
+every row. Sums are kept raw and divided once, so batches, processes and machines give one H up to rounding.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hessquant.errors import NonFiniteError
+
+# Tiles of the lower triangle: wide enough for full speed of the product, narrow enough to skip most of the upper half.
+_TILE = 384
+
+
+@dataclass(frozen=True)
+class HessianStatistics:
+    """Sums over the tokens seen so far.
+
+    Attributes:
+        sum: [columns, columns]; only the lower triangle is meaningful. float32, or float64 for float64 inputs.
+        weight_sum: Sum of the token weights.
+        token_count: Number of tokens.
+    """
+
+    sum: Tensor
+    weight_sum: float = 0.0
+    token_count: int = 0
+
+    @classmethod
+    def empty(cls, columns: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> (
+        "HessianStatistics"
+    ):
+        """Statistics of no tokens."""
+        return cls(torch.zeros(columns, columns, dtype=dtype, device=device))
+
+
+def add(statistics: HessianStatistics, inputs: Tensor, token_weights: Tensor | None = None) -> HessianStatistics:
+    """Statistics with more tokens.
+
+    Args:
+        statistics: What was seen so far.
+        inputs: [tokens, columns] floating; taken to the statistics' dtype.
+        token_weights: [tokens], non-negative; all ones when None.
+
+    Raises:
+        NonFiniteError: If an input is NaN or Inf; the message names its token and channel.
+
+    >>> x = torch.tensor([[1.0, 2.0], [0.0, 1.0]])
+    >>> s = add(HessianStatistics.empty(2), x)
+    >>> hessian(s).tolist(), s.token_count
+    ([[0.5, 1.0], [1.0, 2.5]], 2)
+    """
+    place = first_non_finite(inputs)
+    if place is not None:
+        raise NonFiniteError(f"input of token {place[0]}, channel {place[1]} is {float(inputs[place])}")
+    left = inputs.to(statistics.sum.dtype)
+    right = left if token_weights is None else left * token_weights.to(left.dtype).unsqueeze(1)
+    total = torch.empty_like(statistics.sum)
+    columns = total.shape[0]
+    tiles = max(1, round(columns / _TILE))
+    edges = [columns * tile // tiles for tile in range(tiles + 1)]
+    for start, stop in zip(edges, edges[1:], strict=False):
+        tile = torch.addmm(statistics.sum[start:stop, :stop], left[:, start:stop].T, right[:, :stop])
+        total[start:stop, :stop] = tile
+        total[start:stop, stop:] = 0
+    weight_sum = float(len(inputs)) if token_weights is None else float(token_weights.double().sum())
+    return HessianStatistics(total, statistics.weight_sum + weight_sum, statistics.token_count + len(inputs))
+
+
+def merge(first: HessianStatistics, second: HessianStatistics) -> HessianStatistics:
+    """Statistics of the tokens of both.
+
+    >>> a = add(HessianStatistics.empty(1), torch.ones(3, 1))
+    >>> merge(a, a).token_count
+    6
+    """
+    return HessianStatistics(
+        first.sum + second.sum,
+        first.weight_sum + second.weight_sum,
+        first.token_count + second.token_count,
+    )
+
+
+def hessian(statistics: HessianStatistics) -> Tensor:
+    """The mean H = sum_n s_n x_n x_n^T / sum_n s_n, [columns, columns], exactly symmetric; zeros when no token was seen."""
+    lower = torch.tril(statistics.sum)
+    full = lower + torch.tril(lower, -1).T
+    return full / statistics.weight_sum if statistics.weight_sum > 0 else full
+
+
+def first_non_finite(tensor: Tensor) -> tuple[int, ...] | None:
+    """Index of the first NaN or Inf of a tensor, or None.
+
+    >>> first_non_finite(torch.tensor([[1.0, float("nan")]]))
+    (0, 1)
+    """
+    # One pass in the usual case: a sum is finite only if every term is (the converse is checked exactly).
+    if bool(torch.isfinite(tensor.sum())):
+        return None
+    places = (~torch.isfinite(tensor)).nonzero()
+    return tuple(int(index) for index in places[0]) if len(places) else None

@@ -1,0 +1,163 @@
+"""The textbook algorithms, literal and in float64: references for small layers, and the oracles of the tests.
+
+`gptq_reference` is GPTQ (arXiv 2210.17323) with an explicit inverse, Schur complement updates and a loop over columns;
+`obq` is Optimal Brain Quantization (arXiv 2208.11580, algorithm 3), one weight at a time, row by row. Both cost a
+matrix update per weight or column: use `hessquant.solve` for real layers.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hessquant.core.grid import Grid
+from hessquant.errors import NonFiniteError
+
+SelectionRule = Literal["smallest-error", "natural", "largest-sensitivity"]
+
+
+def damped(hessian: Tensor, damping: float) -> Tensor:
+    """H + damping * mean(diag H) I in float64, dead columns' diagonal set to the mean live one.
+
+    >>> damped(torch.tensor([[2.0, 0.0], [0.0, 0.0]]), 0.5).tolist()
+    [[3.0, 0.0], [0.0, 3.0]]
+    """
+    result = hessian.double().clone()
+    diagonal = result.diagonal()
+    dead = diagonal == 0
+    mean = float(diagonal[~dead].mean()) if not bool(dead.all()) else 1.0
+    diagonal[dead] = mean
+    diagonal += damping * mean
+    return result
+
+
+def gptq_reference(
+    weight: Tensor, hessian: Tensor, grid: Grid, *, order: Tensor | None = None, damping: float = 0.01
+) -> Tensor:
+    """GPTQ, column by column, with an explicit inverse.
+
+    After column q is rounded with error e (value minus grid value), the columns still free move by
+    delta = -(e / [H^-1]_qq) [H^-1]_{q,:}, and the inverse loses q by its Schur complement.
+
+    Args:
+        weight: [rows, columns], floating.
+        hessian: [columns, columns], undamped.
+        grid: Fixed scales and zeros.
+        order: int64 [columns], the order of the columns; natural when None.
+        damping: Fraction of the mean diagonal to add.
+
+    Returns:
+        Codes, uint8 [rows, columns].
+
+    Raises:
+        NonFiniteError: If the Hessian is not finite.
+    """
+    work = weight.double().clone()
+    codes = torch.empty(weight.shape, dtype=torch.uint8)
+    inverse = _inverse(hessian, damping)
+    for column in torch.arange(weight.shape[1]) if order is None else order:
+        q = int(column)
+        codes[:, q], value = _round(work[:, q], grid, torch.arange(len(weight)), q)
+        work -= torch.outer((work[:, q] - value) / inverse[q, q], inverse[q])
+        inverse = _without(inverse, q)
+    return codes
+
+
+def obq(
+    weight: Tensor,
+    hessian: Tensor,
+    grid: Grid,
+    *,
+    rule: SelectionRule = "smallest-error",
+    damping: float = 0.01,
+    outliers_first: bool = False,
+) -> Tensor:
+    """OBQ: per row, round the weight that the rule selects, compensate in all that are left, repeat.
+
+    On real layers the greedy "smallest-error" order is usually worse than a fixed one: it leaves the weights that are
+    hard to round for the end, when nothing is left to compensate with.
+
+    Args:
+        weight: [rows, columns], floating.
+        hessian: [columns, columns], undamped.
+        grid: Fixed scales and zeros.
+        rule: "smallest-error" takes the least e^2 / [H^-1]_qq; "largest-sensitivity" the least [H^-1]_qq, the weight
+            whose rounding costs most; "natural" the lowest index.
+        damping: Fraction of the mean diagonal to add.
+        outliers_first: Round a weight at once when its error exceeds half a step, that is, when it has left the range
+            (section 5 of the paper).
+
+    Returns:
+        Codes, uint8 [rows, columns].
+
+    Raises:
+        NonFiniteError: If the Hessian is not finite.
+
+    >>> from hessquant.core.grid import GridSpec
+    >>> spec = GridSpec(bits=3, group_size=-1)
+    >>> grid = Grid(spec, torch.tensor([[0.5]]), torch.tensor([[4]], dtype=torch.uint8))
+    >>> h = torch.tensor([[4.0, 2.0], [2.0, 3.0]])
+    >>> obq(torch.tensor([[0.62, 0.30]]), h, grid, rule="natural", damping=0.0).tolist()
+    [[5, 5]]
+    """
+    full_inverse = _inverse(hessian, damping)
+    codes = torch.empty(weight.shape, dtype=torch.uint8)
+    for row in range(len(weight)):
+        work, inverse = weight[row].double().clone(), full_inverse
+        free = torch.ones(len(work), dtype=torch.bool)
+        while bool(free.any()):
+            index = free.nonzero().flatten()
+            _, values = _round_row(work, grid, row)
+            errors = (work - values)[index]
+            steps = grid.scales[row].double().repeat_interleave(grid.spec.width(len(work)))[index]
+            q = int(index[_select(errors, inverse.diagonal()[index], rule, steps if outliers_first else None)])
+            codes[row, q], value = _round(work[q : q + 1], grid, torch.tensor([row]), q)
+            work -= (work[q] - value) / inverse[q, q] * inverse[q]
+            inverse = _without(inverse, q)
+            free[q] = False
+    return codes
+
+
+def _select(errors: Tensor, variances: Tensor, rule: SelectionRule, steps: Tensor | None) -> int:
+    """Position, among the free weights, of the one to round next; `steps` turns the outlier rule on."""
+    if steps is not None:
+        excess = errors.abs() / steps
+        # A hair over one half, so that ties of rounding are not taken for outliers.
+        if float(excess.max()) > 0.5 * (1 + 1e-9):
+            return int(excess.argmax())
+    if rule == "natural":
+        return 0
+    if rule == "largest-sensitivity":
+        return int(variances.argmin())
+    return int((errors**2 / variances).argmin())
+
+
+def _inverse(hessian: Tensor, damping: float) -> Tensor:
+    if not bool(torch.isfinite(hessian).all()):
+        raise NonFiniteError("the Hessian is not finite: an input was NaN or Inf")
+    return torch.linalg.inv(damped(hessian, damping))
+
+
+def _without(inverse: Tensor, q: int) -> Tensor:
+    """Inverse of H without row and column q, kept at full size with q's row and column zero (Schur complement)."""
+    smaller = inverse - torch.outer(inverse[:, q], inverse[q]) / inverse[q, q]
+    smaller[q, :] = 0
+    smaller[:, q] = 0
+    return smaller
+
+
+def _round(values: Tensor, grid: Grid, rows: Tensor, column: int) -> tuple[Tensor, Tensor]:
+    """Codes and grid values of one column of the given rows."""
+    group = 0 if grid.spec.group_size == -1 else column // grid.spec.group_size
+    scale, zero = grid.scales[rows, group].double(), grid.zeros[rows, group].double()
+    codes = (torch.round(values / scale) + zero).clamp(0, grid.spec.top)
+    return codes.to(torch.uint8), (codes - zero) * scale
+
+
+def _round_row(values: Tensor, grid: Grid, row: int) -> tuple[Tensor, Tensor]:
+    """Codes and grid values of one row."""
+    width = grid.spec.width(len(values))
+    scale = grid.scales[row].double().repeat_interleave(width)
+    zero = grid.zeros[row].double().repeat_interleave(width)
+    codes = (torch.round(values / scale) + zero).clamp(0, grid.spec.top)
+    return codes.to(torch.uint8), (codes - zero) * scale

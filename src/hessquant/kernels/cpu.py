@@ -1,0 +1,113 @@
+"""The inner loops fused with numba: tiles of rows that stay in cache, all cores, vectorised along rows.
+
+No fast-math: fused multiply-adds would round once where `twin` rounds twice, and codes would differ.
+"""
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from hessquant.core.grid import GridSpec, affine
+
+_TILE = 64
+
+
+def sweep_block(
+    weight: Tensor, lower: Tensor, carried: Tensor, scales: Tensor, zeros: Tensor, group: Tensor, top: int
+) -> tuple[Tensor, Tensor]:
+    """`twin.sweep_block` on CPU tensors."""
+    codes = torch.empty(weight.shape, dtype=torch.uint8)
+    errors = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    _sweep_block(
+        weight.numpy(),
+        lower.numpy(),
+        carried.numpy(),
+        scales.numpy(),
+        zeros.numpy(),
+        group.numpy(),
+        weight.new_tensor(top).numpy()[()],
+        codes.numpy(),
+        errors.numpy(),
+    )
+    return codes, errors
+
+
+def search_scales(
+    weight: Tensor, column_weights: Tensor, spec: GridSpec, shrink_factors: tuple[float, ...]
+) -> tuple[Tensor, Tensor]:
+    """`twin.search_scales` on CPU tensors."""
+    width = spec.width(len(weight))
+    members = weight.unflatten(0, (-1, width))
+    low, high = members.amin(1), members.amax(1)
+    # [factors, groups, rows]; candidates are few, so they are made in torch and rounded to the stored dtype there.
+    candidates = [affine(low * factor, high * factor, spec) for factor in shrink_factors]
+    scales = torch.stack([scale for scale, _ in candidates])
+    zeros = torch.stack([zero for _, zero in candidates])
+    best = torch.empty(low.shape, dtype=torch.int64)
+    _search_scales(
+        weight.numpy(),
+        column_weights.numpy(),
+        scales.to(weight.dtype).numpy(),
+        zeros.numpy(),
+        width,
+        weight.new_tensor(spec.top).numpy()[()],
+        best.numpy(),
+    )
+    chosen = best.unsqueeze(0)
+    return scales.gather(0, chosen)[0], zeros.gather(0, chosen)[0]
+
+
+@numba.njit(parallel=True, cache=True)  # type: ignore[untyped-decorator]
+def _sweep_block(weight, lower, carried, scales, zeros, group, top, codes, errors):  # type: ignore[no-untyped-def]
+    width, rows = weight.shape
+    for tile in numba.prange((rows + _TILE - 1) // _TILE):
+        first = tile * _TILE
+        count = min(_TILE, rows - first)
+        local = np.empty((width, _TILE), weight.dtype)
+        total = np.empty(_TILE, weight.dtype)
+        for j in range(width):
+            for r in range(count):
+                total[r] = carried[j, first + r]
+            for k in range(j):
+                coefficient = lower[j, k]
+                for r in range(count):
+                    total[r] += coefficient * local[k, r]
+            inverse = weight.dtype.type(1) / lower[j, j]
+            g = group[j]
+            for r in range(count):
+                w = weight[j, first + r]
+                scale = scales[g, first + r]
+                zero = zeros[g, first + r]
+                code = np.rint((w + total[r] * inverse) / scale) + zero
+                code = min(max(code, weight.dtype.type(0)), top)
+                codes[j, first + r] = np.uint8(code)
+                error = w - scale * (code - zero)
+                local[j, r] = error
+                errors[j, first + r] = error
+
+
+@numba.njit(parallel=True, cache=True)  # type: ignore[untyped-decorator]
+def _search_scales(weight, column_weights, scales, zeros, width, top, best):  # type: ignore[no-untyped-def]
+    factors, groups, rows = scales.shape
+    tiles = (rows + _TILE - 1) // _TILE
+    for job in numba.prange(groups * tiles):
+        g, first = job // tiles, (job % tiles) * _TILE
+        count = min(_TILE, rows - first)
+        least = np.full(_TILE, np.inf, weight.dtype)
+        for f in range(factors):
+            loss = np.zeros(_TILE, weight.dtype)
+            for j in range(g * width, (g + 1) * width):
+                importance = column_weights[j]
+                for r in range(count):
+                    w = weight[j, first + r]
+                    scale = scales[f, g, first + r]
+                    zero = weight.dtype.type(zeros[f, g, first + r])
+                    code = np.rint(w / scale) + zero
+                    code = min(max(code, weight.dtype.type(0)), top)
+                    error = w - scale * (code - zero)
+                    loss[r] += importance * (error * error)
+            for r in range(count):
+                if loss[r] < least[r]:
+                    least[r] = loss[r]
+                    best[g, first + r] = f

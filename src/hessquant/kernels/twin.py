@@ -1,0 +1,79 @@
+"""The inner loops in plain torch: the reference that every other kernel must match code for code.
+
+Each multiplication and addition is a separate rounding, in the order that the loops of the fused kernels use, so that
+codes agree exactly, not just nearly.
+"""
+
+import torch
+from torch import Tensor
+
+from hessquant.core.grid import GridSpec, affine
+
+
+def sweep_block(
+    weight: Tensor, lower: Tensor, carried: Tensor, scales: Tensor, zeros: Tensor, group: Tensor, top: int
+) -> tuple[Tensor, Tensor]:
+    """Round the columns of one block in turn, each error entering the columns after it.
+
+    Args:
+        weight: Columns in visiting order, [width, rows].
+        lower: Diagonal block of M, [width, width].
+        carried: sum_k M_jk e_k over the columns before the block, [width, rows].
+        scales: [groups, rows].
+        zeros: [groups, rows], same dtype as the scales.
+        group: int64 [width], each column's group.
+        top: Largest code.
+
+    Returns:
+        Codes, uint8, and errors w - q, both [width, rows].
+    """
+    total = carried.clone()
+    codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+    errors = torch.empty_like(weight)
+    for j in range(len(weight)):
+        scale, zero = scales[group[j]], zeros[group[j]]
+        inverse = 1 / lower[j, j]
+        target = weight[j] + total[j] * inverse
+        code = (torch.round(target / scale) + zero).clamp(0, top)
+        codes[j] = code.to(torch.uint8)
+        errors[j] = weight[j] - scale * (code - zero)
+        total[j + 1 :] += lower[j + 1 :, j, None] * errors[j]
+    return codes, errors
+
+
+def search_scales(
+    weight: Tensor, column_weights: Tensor, spec: GridSpec, shrink_factors: tuple[float, ...]
+) -> tuple[Tensor, Tensor]:
+    """Per group, the shrunk min-max scale with the least sum_j c_j (w_j - round(w_j))^2; the first one on a tie.
+
+    Args:
+        weight: [columns, rows].
+        column_weights: c_j, [columns], non-negative.
+        spec: The grid; every candidate scale is rounded to its dtype before it is tried.
+        shrink_factors: Fractions of the min-max range to try.
+
+    Returns:
+        Scales (spec.scale_dtype) and zeros (uint8), both [groups, rows].
+
+    Raises:
+        GridError: If a scale overflows its dtype.
+    """
+    width = spec.width(len(weight))
+    members = weight.unflatten(0, (-1, width))
+    importance = column_weights.view(-1, width, 1)
+    low, high = members.amin(1), members.amax(1)
+    best_loss = torch.full_like(low, torch.inf)
+    best_scales, best_zeros = affine(low, high, spec)
+    for factor in shrink_factors:
+        scales, zeros = affine(low * factor, high * factor, spec)
+        scale, zero = scales.to(weight.dtype), zeros.to(weight.dtype)
+        loss = torch.zeros_like(low)
+        for j in range(width):
+            code = (torch.round(members[:, j] / scale) + zero).clamp(0, spec.top)
+            error = members[:, j] - scale * (code - zero)
+            loss = loss + importance[:, j] * (error * error)
+        better = loss < best_loss
+        best_loss = torch.where(better, loss, best_loss)
+        best_scales = torch.where(better, scales, best_scales)
+        best_zeros = torch.where(better, zeros, best_zeros)
+    return best_scales, best_zeros
