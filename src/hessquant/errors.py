@@ -73,7 +73,15 @@ class FailedError(HessquantError):
 
 
 class NonFiniteError(FailedError):
-    """NaN or Inf where a finite number is needed; more damping never helps."""
+    """NaN or Inf where a finite number is needed; more damping never helps.
+
+    Attributes:
+        place: Index of the first such number in the tensor that was looked at, when it is known.
+    """
+
+    def __init__(self, message: str, place: tuple[int, ...] | None = None) -> None:
+        super().__init__(message)
+        self.place = place
 
 
 class FactorizationError(FailedError):

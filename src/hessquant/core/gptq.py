@@ -97,7 +97,7 @@ def solve(weight: Tensor, hessian: Tensor, factor: Factor, spec: GridSpec, confi
     """
     place = first_non_finite(weight)
     if place is not None:
-        raise NonFiniteError(f"weight at row {place[0]}, column {place[1]} is {float(weight[place])}")
+        raise NonFiniteError(f"weight at row {place[0]}, column {place[1]} is {float(weight[place])}", place)
     weight = weight if weight.dtype == torch.float64 else weight.float()
     hessian = hessian.to(weight.dtype)
     if config.scales == "static":

@@ -55,7 +55,7 @@ def add(statistics: HessianStatistics, inputs: Tensor, token_weights: Tensor | N
     """
     place = first_non_finite(inputs)
     if place is not None:
-        raise NonFiniteError(f"input of token {place[0]}, channel {place[1]} is {float(inputs[place])}")
+        raise NonFiniteError(f"input of token {place[0]}, channel {place[1]} is {float(inputs[place])}", place)
     left = inputs.to(statistics.sum.dtype)
     right = left if token_weights is None else left * token_weights.to(left.dtype).unsqueeze(1)
     total = torch.empty_like(statistics.sum)

@@ -1,0 +1,101 @@
+"""What both ways of running a block share: the stops, and adding an input to a stop's statistics."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hessquant.calibration.prelude import BatchState
+from hessquant.core import hessian
+from hessquant.core.hessian import HessianStatistics
+from hessquant.errors import CaptureError, NonFiniteError
+from hessquant.models.watch import Product
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Weights that see the same inputs, and so share one Hessian.
+
+    Attributes:
+        members: Parameter names; the first is the one the forward pass reaches first.
+    """
+
+    members: tuple[str, ...]
+
+    @property
+    def leader(self) -> str:
+        """The member at which the inputs are collected."""
+        return self.members[0]
+
+
+SolveStop = Callable[[tuple[str, ...], HessianStatistics], None]
+"""Quantize a stop's members (parameter names) in place, given the statistics of their inputs."""
+
+
+class Collector:
+    """Statistics per stop of one block, from the batches that have reached it."""
+
+    def __init__(self, stops: tuple[Stop, ...]) -> None:
+        self.stops = stops
+        self.stop_of = {member: stop for stop in stops for member in stop.members}
+        self.solved: set[str] = set()
+        self._statistics: dict[str, HessianStatistics] = {}
+
+    def add(self, stop: Stop, product: Product, batch: BatchState) -> None:
+        """Add one product's inputs to a stop's statistics.
+
+        Raises:
+            NonFiniteError: If an input is NaN or Inf; names the weight, the window and the channel.
+        """
+        rows = product.inputs.reshape(-1, product.inputs.shape[-1])
+        statistics = self._statistics.get(stop.leader) or HessianStatistics.empty(rows.shape[1], rows.dtype)
+        try:
+            self._statistics[stop.leader] = hessian.add(statistics, rows)
+        except NonFiniteError as error:
+            raise _named(error, stop.leader, rows, batch) from error
+
+    def take(self, stop: Stop) -> HessianStatistics:
+        """Give up a stop's statistics, and count it as solved.
+
+        Raises:
+            CaptureError: If no batch has reached it.
+        """
+        if stop.leader not in self._statistics:
+            raise CaptureError(f"no calibration token reached {stop.leader}; the forward pass did not go as planned")
+        self.solved.add(stop.leader)
+        return self._statistics.pop(stop.leader)
+
+
+class SameInputs:
+    """Checks, within one batch, that the members of a stop really see one input tensor."""
+
+    def __init__(self) -> None:
+        self._sources: dict[str, Tensor] = {}
+
+    def check(self, stop: Stop, product: Product) -> None:
+        """Remember the leader's input; compare a follower's with it.
+
+        Raises:
+            CaptureError: If a follower sees another tensor than its leader.
+        """
+        if product.name == stop.leader:
+            # Only the newest: an older one would be kept alive for nothing.
+            self._sources = {stop.leader: product.source}
+        elif self._sources.get(stop.leader) is not product.source:
+            raise CaptureError(
+                f"{product.name} was planned to see the same inputs as {stop.leader}, but does not in this batch"
+            )
+
+
+def _named(error: NonFiniteError, name: str, rows: Tensor, batch: BatchState) -> NonFiniteError:
+    token, channel = error.place or (0, 0)
+    per_window = len(rows) // len(batch.windows)
+    if len(rows) == batch.hidden.shape[:-1].numel():
+        where = f"window {batch.windows[token // per_window]}, token {token % per_window}"
+    else:
+        where = f"one of windows {batch.windows[0]} to {batch.windows[-1]}"
+    return NonFiniteError(
+        f"{name}: the input is {float(rows[token, channel])} in calibration {where}, channel {channel}; "
+        "look at that window's text or at the layers before; more damping does not help",
+        (token, channel),
+    )

@@ -1,0 +1,64 @@
+"""Several passes per block, each ending at the weight it is for.
+
+Slower than `forward_once`, but nothing is held between the weights of a block. Gives the same codes.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hessquant.calibration.collect import Collector, SameInputs, SolveStop, Stop
+from hessquant.calibration.prelude import BatchState
+from hessquant.models.watch import Product, Watch
+
+
+class _Reached(Exception):
+    """The stop has been reached; the rest of the block is not needed."""
+
+
+def run_block_in_passes(
+    block: nn.Module,
+    index: int,
+    batches: Sequence[BatchState],
+    stops: tuple[Stop, ...],
+    parameters: Mapping[str, Tensor],
+    solve: SolveStop,
+) -> int:
+    """Take all batches through one block: one early-stopping pass per stop, and a last one for the outputs.
+
+    Arguments and errors are those of `forward_once.run_block_once`.
+
+    Returns:
+        Forward passes begun per window: the number of stops and one.
+    """
+    collector = Collector(stops)
+    for stop in stops:
+        for batch in batches:
+            _collect(block, index, batch, stop, parameters, collector)
+        solve(stop.members, collector.take(stop))
+    for batch in batches:
+        same_inputs = SameInputs()
+
+        def check(product: Product, same_inputs: SameInputs = same_inputs) -> None:
+            if product.name in collector.stop_of:
+                same_inputs.check(collector.stop_of[product.name], product)
+
+        with torch.no_grad(), Watch(parameters, check):
+            batch.hidden = batch.arguments[index].call(block, batch.hidden)
+    return len(stops) + 1
+
+
+def _collect(
+    block: nn.Module, index: int, batch: BatchState, stop: Stop, parameters: Mapping[str, Tensor], collector: Collector
+) -> None:
+    def observe(product: Product) -> None:
+        if product.name == stop.leader:
+            collector.add(stop, product, batch)
+            raise _Reached
+
+    try:
+        with torch.no_grad(), Watch(parameters, observe):
+            batch.arguments[index].call(block, batch.hidden)
+    except _Reached:
+        pass

@@ -1,0 +1,134 @@
+"""What the model passes to its blocks: recorded once, replayed block by block.
+
+The model runs with stand-ins for its blocks. A stand-in notes its arguments and hands the hidden state on unchanged, so
+everything that is not the hidden state (masks, rotary tables, whatever a layer type needs) is recorded exactly as the
+model passes it, per block; the last stand-in ends the pass, so that the head never runs.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hessquant.calibration.batches import Batch
+from hessquant.errors import CaptureError
+
+_HIDDEN = "hidden_states"
+
+
+@dataclass(frozen=True)
+class BlockArguments:
+    """Arguments of one block for one batch, without the hidden state.
+
+    Attributes:
+        args: Positional arguments after the hidden state.
+        kwargs: Keyword arguments.
+        by_keyword: Whether the hidden state is passed as a keyword.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    by_keyword: bool
+
+    def call(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        """Run the block and give the hidden state it returns."""
+        if self.by_keyword:
+            output = block(*self.args, **{_HIDDEN: hidden}, **self.kwargs)
+        else:
+            output = block(hidden, *self.args, **self.kwargs)
+        first = output[0] if isinstance(output, tuple) else output
+        if not isinstance(first, Tensor):
+            raise CaptureError(f"block {type(block).__name__} returned {type(first).__name__}, not a hidden state")
+        return first
+
+
+@dataclass
+class BatchState:
+    """One batch on its way through the model.
+
+    Attributes:
+        hidden: Hidden state that enters the next block, [windows, length, hidden].
+        arguments: The other arguments, per block.
+        windows: Index of each window among all.
+    """
+
+    hidden: Tensor
+    arguments: tuple[BlockArguments, ...]
+    windows: tuple[int, ...]
+
+
+class _PreludeDone(Exception):
+    """The last block has been reached."""
+
+
+class _StandIn(nn.Module):
+    """Takes a block's place, notes what it is called with, passes the hidden state on."""
+
+    def __init__(self, block: nn.Module, returns_tuple: bool, calls: list[tuple[Tensor, BlockArguments]], last: bool):
+        super().__init__()
+        self._block = [block]  # in a list, so that it is not registered as a submodule
+        self._returns_tuple, self._calls, self._last = returns_tuple, calls, last
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes that the model reads off its blocks, such as a layer's attention type."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_block"][0], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        by_keyword = _HIDDEN in kwargs
+        hidden = kwargs.pop(_HIDDEN) if by_keyword else args[0] if args else None
+        if not isinstance(hidden, Tensor):
+            raise CaptureError(f"block {type(self._block[0]).__name__} is not called with a hidden state")
+        rest = args if by_keyword else args[1:]
+        self._calls.append((hidden, BlockArguments(rest, dict(kwargs), by_keyword)))
+        if self._last:
+            raise _PreludeDone
+        return (hidden,) if self._returns_tuple else hidden
+
+
+def record_arguments(
+    model: nn.Module, blocks: Sequence[str], returns_tuple: Sequence[bool], batches: Sequence[Batch]
+) -> list[BatchState]:
+    """Run everything before the first block on every batch, and note what each block is passed.
+
+    Args:
+        model: A causal language model, called as `model(input_ids=..., use_cache=False)`.
+        blocks: Module names of its blocks, in order.
+        returns_tuple: Whether each block returns a tuple.
+        batches: Token ids.
+
+    Raises:
+        CaptureError: If the blocks are not called one after another with a hidden state.
+    """
+    calls: list[tuple[Tensor, BlockArguments]] = []
+    states = []
+    with _stand_ins(model, blocks, returns_tuple, calls), torch.no_grad():
+        for batch in batches:
+            calls.clear()
+            try:
+                model(input_ids=batch.ids, use_cache=False)
+            except _PreludeDone:
+                pass
+            if len(calls) != len(blocks):
+                raise CaptureError(f"{len(calls)} of {len(blocks)} blocks were called; the model skips or repeats blocks")
+            states.append(BatchState(calls[0][0], tuple(arguments for _, arguments in calls), batch.windows))
+    return states
+
+
+@contextmanager
+def _stand_ins(
+    model: nn.Module, blocks: Sequence[str], returns_tuple: Sequence[bool], calls: list[tuple[Tensor, BlockArguments]]
+) -> Iterator[None]:
+    originals = {name: model.get_submodule(name) for name in blocks}
+    try:
+        for index, (name, block) in enumerate(originals.items()):
+            model.set_submodule(name, _StandIn(block, returns_tuple[index], calls, index == len(originals) - 1))
+        yield
+    finally:
+        for name, block in originals.items():
+            model.set_submodule(name, block)

@@ -1,0 +1,127 @@
+"""Statistics of inputs -> quantized weights, written back into the model as they are solved."""
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from hessquant.config import Config
+from hessquant.core import gptq
+from hessquant.core.factor import Factor, factorize
+from hessquant.core.gptq import Solution
+from hessquant.core.grid import GridSpec, QuantizedWeight
+from hessquant.core.hessian import HessianStatistics, hessian
+from hessquant.errors import FactorizationError, GridError, NonFiniteError
+from hessquant.kernels.dispatch import kernels_for
+from hessquant.records import LayerRecord, Target
+
+
+class TargetSolver:
+    """Solves targets one set of shared inputs at a time.
+
+    Attributes:
+        quantized: Solved weights by target name, in the order they were solved.
+        records: One record per solved weight, in the same order.
+    """
+
+    def __init__(
+        self, targets: Mapping[str, Target], config: Config, on_layer: Callable[[LayerRecord], None]
+    ) -> None:
+        self._targets, self._config, self._on_layer = targets, config, on_layer
+        self.quantized: dict[str, QuantizedWeight] = {}
+        self.records: list[LayerRecord] = []
+
+    def solve(self, parameters: Mapping[str, Tensor], members: tuple[str, ...], statistics: HessianStatistics) -> None:
+        """Quantize the weights that saw these inputs, and put the quantized values into the model.
+
+        Args:
+            parameters: The model's parameters by name; the members' are overwritten.
+            members: Targets with the same inputs; one Hessian and one factor serve all.
+            statistics: Of those inputs.
+
+        Raises:
+            NonFiniteError: If a weight or the Hessian is not finite.
+            FactorizationError: If the Hessian cannot be factored.
+            GridError: If a weight does not fit its grid.
+        """
+        name = members[0]
+        try:
+            mean = hessian(statistics)
+            spec = _spec(self._targets[name])
+            factor = factorize(
+                mean, damping=self._config.damping, order=self._config.order, group_width=spec.width(len(mean))
+            )
+            for name in members:
+                started = time.perf_counter()
+                target, parameter = self._targets[name], parameters[name]
+                weight = parameter.detach().T if target.transposed else parameter.detach()
+                kernels = kernels_for(weight.device, weight.numel())
+                solution = gptq.solve(weight, mean, factor, _spec(target), self._config, kernels)
+                values = solution.weight.dequantize()
+                with torch.no_grad():
+                    parameter.copy_(values.T if target.transposed else values)
+                self.quantized[name] = solution.weight
+                seconds = time.perf_counter() - started
+                record = _record(target, members[0], statistics, factor, solution, self._config.damping, seconds)
+                self.records.append(record)
+                self._on_layer(record)
+        except (FactorizationError, GridError, NonFiniteError) as error:
+            raise type(error)(f"{name}: {error}") from error
+
+
+def degradations(records: list[LayerRecord]) -> tuple[str, ...]:
+    """What is less than was asked for, one sentence each."""
+    sentences = []
+    for record in records:
+        if record.method == "rtn":
+            sentences.append(f"{record.name}: round-to-nearest was better than GPTQ in every row and was kept")
+        if record.factorizations > 1:
+            sentences.append(
+                f"{record.name}: damping was raised from {record.damping:g} to {record.damping_used:g}, because its "
+                "Hessian could not be factored; more varied calibration text helps"
+            )
+        if record.tokens < record.columns:
+            sentences.append(
+                f"{record.name}: only {record.tokens} calibration tokens for {record.columns} inputs; "
+                "below that GPTQ fits noise, take more windows"
+            )
+    return tuple(sentences)
+
+
+def _spec(target: Target) -> GridSpec:
+    return GridSpec(target.bits, target.symmetric, target.group_size)
+
+
+def _record(
+    target: Target,
+    leader: str,
+    statistics: HessianStatistics,
+    factor: Factor,
+    solution: Solution,
+    damping: float,
+    seconds: float,
+) -> LayerRecord:
+    return LayerRecord(
+        name=target.name,
+        rows=target.rows,
+        columns=target.columns,
+        bits=target.bits,
+        group_size=target.group_size,
+        tokens=statistics.token_count,
+        shares_hessian_with=leader,
+        method="rtn" if solution.fallback_rows == target.rows else "gptq",
+        loss=solution.loss,
+        rtn_loss=solution.rtn_loss,
+        output_energy=solution.output_energy,
+        expected_loss=solution.expected_loss,
+        floor=solution.floor,
+        damping=damping,
+        damping_used=factor.damping_used,
+        factorizations=factor.attempts,
+        dead_columns=int(factor.dead.sum()),
+        fallback_rows=solution.fallback_rows,
+        zero_groups=solution.zero_groups,
+        tiny_groups=solution.tiny_groups,
+        seconds=seconds,
+    )
