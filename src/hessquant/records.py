@@ -50,7 +50,7 @@ class Target:
         group_size: Inputs per group; -1 = one group per row.
         symmetric: Whether the zero is fixed at mid-range.
         transposed: Whether it is stored [columns, rows].
-        shares_input_with: The first target that is multiplied with the same input tensor; itself when none is before it.
+        shares_input_with: The first target that is multiplied with the same input tensor, possibly itself.
     """
 
     name: str

@@ -23,7 +23,7 @@ class Batch:
 
 
 def batches_of(windows: Sequence[TokenWindow], tokens_per_batch: int) -> tuple[Batch, ...]:
-    """Gather windows of equal length, in order, into batches of at most `tokens_per_batch` tokens (at least one window)."""
+    """Gather windows of equal length, in order: batches of at most `tokens_per_batch` tokens, or of one window."""
     by_length: dict[int, list[int]] = {}
     for index, window in enumerate(windows):
         by_length.setdefault(len(window.ids), []).append(index)

@@ -2,8 +2,8 @@
 
 Each batch runs the block as a coroutine of its own. At a stop not solved yet, a batch adds its inputs to the stop's
 statistics and waits until all batches have come as far; then the stop's weights are quantized in place and all go on
-with the quantized ones. So one pass collects, gives later weights inputs that earlier quantized weights made, and yields
-the next block's hidden states.
+with the quantized ones. So one pass collects, gives later weights the inputs that earlier quantized weights made, and
+yields the next block's hidden states.
 
 The coroutines are greenlets, since the block is not ours to make async: one operating-system thread, so one OpenMP pool
 and one malloc arena (`docs/decisions/0003-greenlets.md`).

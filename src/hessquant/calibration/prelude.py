@@ -6,7 +6,7 @@ model passes it, per block; the last stand-in ends the pass, so that the head ne
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,12 +110,12 @@ def record_arguments(
     with _stand_ins(model, blocks, returns_tuple, calls), torch.no_grad():
         for batch in batches:
             calls.clear()
-            try:
+            with suppress(_PreludeDone):
                 model(input_ids=batch.ids, use_cache=False)
-            except _PreludeDone:
-                pass
             if len(calls) != len(blocks):
-                raise CaptureError(f"{len(calls)} of {len(blocks)} blocks were called; the model skips or repeats blocks")
+                raise CaptureError(
+                    f"{len(calls)} of {len(blocks)} blocks were called; the model skips or repeats blocks"
+                )
             states.append(BatchState(calls[0][0], tuple(arguments for _, arguments in calls), batch.windows))
     return states
 

@@ -1,0 +1,1 @@
+"""Reading shards lazily; writing shards, index and config; verifying and inspecting what was written."""

@@ -12,7 +12,7 @@ from hessquant.core.grid import Grid
 
 
 def _step_energy(grid: Grid, columns: int) -> Tensor:
-    """sum over rows of s_{r, g(j)}^2 / 12, [columns], float64."""
+    """Per column, s_{r, g(j)}^2 / 12 summed over rows, [columns], float64."""
     per_group = (grid.scales.double() ** 2).sum(0) / 12
     return per_group.repeat_interleave(grid.spec.width(columns))
 

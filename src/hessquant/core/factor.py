@@ -48,9 +48,9 @@ class Factor:
 def factorize(hessian: Tensor, *, damping: float, order: Order, group_width: int) -> Factor:
     """Damp the Hessian and factor it in float64.
 
-    Dead columns (H_jj = 0) get the mean of the live diagonal: their weights are rounded to nearest, since nothing couples
-    to them, and count like average ones when scales are searched. When the factorisation fails, or its smallest pivot is
-    rounding noise, damping is raised tenfold up to `LARGEST_DAMPING`.
+    Dead columns (H_jj = 0) get the mean of the live diagonal: their weights are rounded to nearest, since nothing
+    couples to them, and count like average ones when scales are searched. When the factorisation fails, or its
+    smallest pivot is rounding noise, damping is raised tenfold up to `LARGEST_DAMPING`.
 
     Args:
         hessian: [columns, columns], symmetric, floating.
@@ -85,8 +85,8 @@ def factorize(hessian: Tensor, *, damping: float, order: Order, group_width: int
             return Factor(lower, visit, wanted, attempts, dead)
         if wanted >= LARGEST_DAMPING:
             raise FactorizationError(
-                f"the Hessian of {len(hessian)} inputs cannot be factored even with damping {wanted:g}: it is not a sum "
-                "of squares; check how its statistics were made"
+                f"the Hessian of {len(hessian)} inputs cannot be factored even with damping {wanted:g}: it is not a "
+                "sum of squares; check how its statistics were made"
             )
         wanted = min(max(10 * wanted, _FIRST_RETRY), LARGEST_DAMPING)
 
@@ -101,4 +101,5 @@ def _cholesky(hessian: Tensor, shift: float) -> Tensor | None:
     noise = torch.finfo(damped.dtype).eps * len(damped) * damped.diagonal().max()
     if bool((upper.diagonal() ** 2).min() <= noise):
         return None
-    return upper.flip(0, 1).T.contiguous()
+    lower: Tensor = upper.flip(0, 1).T.contiguous()
+    return lower

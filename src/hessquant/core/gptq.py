@@ -25,7 +25,6 @@ from hessquant.core.grid import (
     QuantizedWeight,
     SearchKernel,
     count_degenerate,
-    decode,
     encode,
     min_max,
 )
@@ -80,7 +79,9 @@ class Solution:
     tiny_groups: int
 
 
-def solve(weight: Tensor, hessian: Tensor, factor: Factor, spec: GridSpec, config: Config, kernels: Kernels) -> Solution:
+def solve(
+    weight: Tensor, hessian: Tensor, factor: Factor, spec: GridSpec, config: Config, kernels: Kernels
+) -> Solution:
     """Quantize one weight and keep, row by row, the better of the sweep and round-to-nearest.
 
     Args:
@@ -164,9 +165,7 @@ def sweep(weight: Tensor, factor: Factor, grid: Grid, *, block_size: int, kernel
     return codes.T.contiguous()
 
 
-def dynamic_sweep(
-    weight: Tensor, factor: Factor, spec: GridSpec, config: Config, kernels: Kernels
-) -> QuantizedWeight:
+def dynamic_sweep(weight: Tensor, factor: Factor, spec: GridSpec, config: Config, kernels: Kernels) -> QuantizedWeight:
     """The sweep with each group's scales fitted when it is reached, to the weights as compensated by then.
 
     The order must visit groups one after another ("natural" or "group"). At the start of group g GPTQ's weights are
@@ -185,7 +184,9 @@ def dynamic_sweep(
         carried = lower[members, :start] @ errors[:start]
         seen = visited[members] + torch.linalg.solve_triangular(lower[members, members], carried, upper=False)
         if config.scale_search:
-            found = kernels.search_scales(seen, importance[members], GridSpec(spec.bits, spec.symmetric, -1, spec.scale_dtype), SHRINK_FACTORS)
+            found = kernels.search_scales(
+                seen, importance[members], GridSpec(spec.bits, spec.symmetric, -1, spec.scale_dtype), SHRINK_FACTORS
+            )
         else:
             fitted = min_max(seen.T, GridSpec(spec.bits, spec.symmetric, -1, spec.scale_dtype))
             found = fitted.scales.T, fitted.zeros.T

@@ -114,7 +114,7 @@ def min_max(weight: Tensor, spec: GridSpec) -> Grid:
     >>> grid.scales.tolist(), grid.zeros.tolist()
     ([[1.0, 1.0]], [[2, 2]])
     """
-    groups = weight.unflatten(1, (-1, spec.width(weight.shape[1])))
+    groups = weight.reshape(len(weight), -1, spec.width(weight.shape[1]))
     scales, zeros = affine(groups.amin(-1), groups.amax(-1), spec)
     return Grid(spec, scales, zeros)
 
@@ -135,7 +135,7 @@ def count_degenerate(weight: Tensor, spec: GridSpec) -> tuple[int, int]:
     >>> count_degenerate(torch.tensor([[0.0, 0.0, 1e-9, 0.0]]), GridSpec(bits=4, group_size=2))
     (1, 1)
     """
-    peaks = weight.unflatten(1, (-1, spec.width(weight.shape[1]))).abs().amax(-1)
+    peaks = weight.reshape(len(weight), -1, spec.width(weight.shape[1])).abs().amax(-1)
     zero = peaks == 0
     tiny = (2 * peaks / spec.top < smallest_scale(spec.scale_dtype)) & ~zero
     return int(zero.sum()), int(tiny.sum())
@@ -147,17 +147,15 @@ def affine(low: Tensor, high: Tensor, spec: GridSpec) -> tuple[Tensor, Tensor]:
     Raises:
         GridError: If a scale overflows the stored dtype.
     """
-    if spec.symmetric:
-        span = 2 * torch.maximum(low.abs(), high.abs())
-    else:
-        span = high.clamp(min=0) - low.clamp(max=0)
+    reach = torch.maximum(low.abs(), high.abs())
+    span = 2 * reach if spec.symmetric else high.clamp(min=0) - low.clamp(max=0)
     raw = span / spec.top
     scales = raw.clamp(min=smallest_scale(spec.scale_dtype)).to(spec.scale_dtype)
     scales = torch.where(span == 0, torch.ones_like(scales), scales)
     if not bool(torch.isfinite(scales).all()):
         raise GridError(
             f"a scale of {float(raw.max()):.3g} does not fit {spec.scale_dtype}; the weights reach "
-            f"{float(torch.maximum(low.abs(), high.abs()).max()):.3g}: check the source checkpoint"
+            f"{float(reach.max()):.3g}: check the source checkpoint"
         )
     if spec.symmetric:
         zeros = torch.full_like(scales, spec.middle, dtype=torch.uint8)

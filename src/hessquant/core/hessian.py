@@ -5,6 +5,7 @@ every row. Sums are kept raw and divided once, so batches, processes and machine
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -30,9 +31,9 @@ class HessianStatistics:
     token_count: int = 0
 
     @classmethod
-    def empty(cls, columns: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> (
-        "HessianStatistics"
-    ):
+    def empty(
+        cls, columns: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+    ) -> "HessianStatistics":
         """Statistics of no tokens."""
         return cls(torch.zeros(columns, columns, dtype=dtype, device=device))
 
@@ -62,7 +63,7 @@ def add(statistics: HessianStatistics, inputs: Tensor, token_weights: Tensor | N
     columns = total.shape[0]
     tiles = max(1, round(columns / _TILE))
     edges = [columns * tile // tiles for tile in range(tiles + 1)]
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in pairwise(edges):
         tile = torch.addmm(statistics.sum[start:stop, :stop], left[:, start:stop].T, right[:, :stop])
         total[start:stop, :stop] = tile
         total[start:stop, stop:] = 0
@@ -85,7 +86,7 @@ def merge(first: HessianStatistics, second: HessianStatistics) -> HessianStatist
 
 
 def hessian(statistics: HessianStatistics) -> Tensor:
-    """The mean H = sum_n s_n x_n x_n^T / sum_n s_n, [columns, columns], exactly symmetric; zeros when no token was seen."""
+    """The mean H = sum_n s_n x_n x_n^T / sum_n s_n, [columns, columns], exactly symmetric; zeros for no tokens."""
     lower = torch.tril(statistics.sum)
     full = lower + torch.tril(lower, -1).T
     return full / statistics.weight_sum if statistics.weight_sum > 0 else full

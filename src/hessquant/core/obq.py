@@ -135,7 +135,8 @@ def _select(errors: Tensor, variances: Tensor, rule: SelectionRule, steps: Tenso
 def _inverse(hessian: Tensor, damping: float) -> Tensor:
     if not bool(torch.isfinite(hessian).all()):
         raise NonFiniteError("the Hessian is not finite: an input was NaN or Inf")
-    return torch.linalg.inv(damped(hessian, damping))
+    inverse: Tensor = torch.linalg.inv(damped(hessian, damping))
+    return inverse
 
 
 def _without(inverse: Tensor, q: int) -> Tensor:

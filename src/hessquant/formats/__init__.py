@@ -1,0 +1,1 @@
+"""On-disk dialects of quantized weights, one file per dialect."""

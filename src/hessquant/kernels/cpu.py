@@ -38,7 +38,7 @@ def search_scales(
 ) -> tuple[Tensor, Tensor]:
     """`twin.search_scales` on CPU tensors."""
     width = spec.width(len(weight))
-    members = weight.unflatten(0, (-1, width))
+    members = weight.view(-1, width, weight.shape[1])
     low, high = members.amin(1), members.amax(1)
     # [factors, groups, rows]; candidates are few, so they are made in torch and rounded to the stored dtype there.
     candidates = [affine(low * factor, high * factor, spec) for factor in shrink_factors]
@@ -58,7 +58,7 @@ def search_scales(
     return scales.gather(0, chosen)[0], zeros.gather(0, chosen)[0]
 
 
-@numba.njit(parallel=True, cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(parallel=True, cache=True)
 def _sweep_block(weight, lower, carried, scales, zeros, group, top, codes, errors):  # type: ignore[no-untyped-def]
     width, rows = weight.shape
     for tile in numba.prange((rows + _TILE - 1) // _TILE):
@@ -87,7 +87,7 @@ def _sweep_block(weight, lower, carried, scales, zeros, group, top, codes, error
                 errors[j, first + r] = error
 
 
-@numba.njit(parallel=True, cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(parallel=True, cache=True)
 def _search_scales(weight, column_weights, scales, zeros, width, top, best):  # type: ignore[no-untyped-def]
     factors, groups, rows = scales.shape
     tiles = (rows + _TILE - 1) // _TILE

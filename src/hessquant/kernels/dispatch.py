@@ -50,9 +50,8 @@ def solve(weight: Tensor, hessian: Tensor, config: Config | None = None) -> Solu
             "they must be [rows, columns] and [columns, columns]"
         )
     columns = weight.shape[1]
-    group_size = config.group_size
-    if group_size == "auto":
-        group_size = next((size for size in AUTO_GROUP_SIZES if columns % size == 0), -1)
+    automatic = next((size for size in AUTO_GROUP_SIZES if columns % size == 0), -1)
+    group_size = automatic if config.group_size == "auto" else config.group_size
     spec = GridSpec(config.bits, config.symmetric, group_size)
     factor = factorize(hessian, damping=config.damping, order=config.order, group_width=spec.width(columns))
     return gptq.solve(weight, hessian, factor, spec, config, kernels_for(weight.device, weight.numel()))

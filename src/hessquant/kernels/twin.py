@@ -59,7 +59,7 @@ def search_scales(
         GridError: If a scale overflows its dtype.
     """
     width = spec.width(len(weight))
-    members = weight.unflatten(0, (-1, width))
+    members = weight.view(-1, width, weight.shape[1])
     importance = column_weights.view(-1, width, 1)
     low, high = members.amin(1), members.amax(1)
     best_loss = torch.full_like(low, torch.inf)

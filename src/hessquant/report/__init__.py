@@ -1,0 +1,1 @@
+"""Numbers for people and programs: terminal tables, a progress display, JSON and one HTML page."""

@@ -25,9 +25,7 @@ class TargetSolver:
         records: One record per solved weight, in the same order.
     """
 
-    def __init__(
-        self, targets: Mapping[str, Target], config: Config, on_layer: Callable[[LayerRecord], None]
-    ) -> None:
+    def __init__(self, targets: Mapping[str, Target], config: Config, on_layer: Callable[[LayerRecord], None]) -> None:
         self._targets, self._config, self._on_layer = targets, config, on_layer
         self.quantized: dict[str, QuantizedWeight] = {}
         self.records: list[LayerRecord] = []

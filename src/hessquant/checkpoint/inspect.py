@@ -1,0 +1,95 @@
+"""Looking over a checkpoint without a model: what it holds, and what is wrong with it."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from hessquant.checkpoint.decode import quantization_of
+from hessquant.checkpoint.reader import CONFIG_FILE, ShardFiles, read_json, take_inventory
+from hessquant.formats import gptq
+from hessquant.formats.gptq_check import value_faults
+from hessquant.formats.gptq_config import GptqSettings, ModuleSettings, read_quantization_config
+from hessquant.records import InspectedWeight, Inspection, TensorInfo
+
+
+def inspect_checkpoint(directory: Path) -> Inspection:
+    """Take stock of a checkpoint directory; what is wrong in it is reported, not raised.
+
+    Raises:
+        SourceError: If there is nothing to open, or it is quantized by a method that is not known.
+    """
+    inventory = take_inventory(directory)
+    described = quantization_of(read_json(directory / CONFIG_FILE))
+    settings = read_quantization_config(described) if described is not None else None
+    tensors = inventory.tensors
+    modules = gptq.quantized_modules(tensors)
+    faults = [*inventory.faults, *_inventory_faults(tensors, modules, settings)]
+    parts = {name for module in modules for name in gptq.part_names(module).values()}
+    weights: list[InspectedWeight] = []
+    files = ShardFiles(directory)
+    try:
+        for module in modules:
+            stated = settings.module(module) if settings is not None else None
+            if settings is None or stated is None:
+                continue
+            weight, found = _inspect_weight(module, tensors, stated, settings.checkpoint_format, files)
+            weights.extend([weight] if weight is not None else [])
+            faults.extend(f"{module}: {fault}" for fault in found)
+    finally:
+        files.close()
+    count = sum(weight.rows * weight.columns for weight in weights)
+    return Inspection(
+        directory=directory.resolve().name,
+        format=settings.checkpoint_format if settings is not None else "none",
+        weights=tuple(weights),
+        untouched=tuple(info for name, info in tensors.items() if name not in parts),
+        bits_per_weight=8 * sum(weight.bytes for weight in weights) / count if count else 0.0,
+        total_bytes=sum(info.bytes for info in tensors.values()),
+        faults=tuple(faults),
+    )
+
+
+def _inspect_weight(
+    module: str,
+    tensors: Mapping[str, TensorInfo],
+    stated: ModuleSettings,
+    checkpoint_format: gptq.CheckpointFormat,
+    files: ShardFiles,
+) -> tuple[InspectedWeight | None, list[str]]:
+    """One packed weight and its faults; no weight where its parts do not fit together."""
+    parts = {part: tensors[name] for part, name in gptq.part_names(module).items() if name in tensors}
+    layout = {part: (info.dtype, info.shape) for part, info in parts.items()}
+    fault = gptq.layout_fault(layout, stated.bits)
+    if fault:
+        return None, [fault]
+    rows, columns = gptq.weight_shape(layout, stated.bits)
+    weight = InspectedWeight(
+        name=f"{module}.weight",
+        rows=rows,
+        columns=columns,
+        bits=stated.bits,
+        group_size=stated.group_size,
+        symmetric=stated.symmetric,
+        bytes=sum(info.bytes for info in parts.values()),
+    )
+    values = {part: files.read(info) for part, info in parts.items()}
+    return weight, list(value_faults(values, stated, checkpoint_format))
+
+
+def _inventory_faults(
+    tensors: Mapping[str, TensorInfo], modules: list[str], settings: GptqSettings | None
+) -> Iterator[str]:
+    """Contradictions between config and tensor names."""
+    if settings is None and modules:
+        yield f"{modules[0]} and {len(modules) - 1} more are packed, but {CONFIG_FILE} has no quantization_config"
+    if settings is not None and not modules:
+        yield f"{CONFIG_FILE} has a quantization_config, but no tensor is packed"
+    for module in modules:
+        if settings is not None and settings.module(module) is None:
+            yield f"{module} is packed, but quantization_config says that it is left in 16 bit"
+        if f"{module}.weight" in tensors:
+            yield f"{module} is there twice: packed, and as {module}.weight"
+    packed = set(modules)
+    for name in tensors:
+        module, _, part = name.rpartition(".")
+        if settings is not None and part in gptq.PARTS and module not in packed:
+            yield f"{name} belongs to a packed weight that is not there"

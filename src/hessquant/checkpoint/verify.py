@@ -1,0 +1,91 @@
+"""Re-reading what was written, by a decoder that shares nothing with the packer."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from hessquant.checkpoint.decode import decode_module, quantization_of
+from hessquant.checkpoint.reader import CheckpointReader, read_json
+from hessquant.checkpoint.shards import raw_bytes
+from hessquant.checkpoint.writer import QUANTIZATION_FILE
+from hessquant.core.grid import QuantizedWeight
+from hessquant.errors import CheckpointError, SourceError, VerificationError
+from hessquant.formats import gptq
+from hessquant.formats.gptq_config import read_quantization_config
+from hessquant.records import Plan
+
+
+def verify(out: Path, quantized: Mapping[str, QuantizedWeight], source: CheckpointReader, plan: Plan) -> int:
+    """Check that a written checkpoint decodes to exactly what was solved, and holds nothing else.
+
+    Args:
+        out: The written directory.
+        quantized: Weight per target name.
+        source: What the untouched tensors must equal, byte for byte.
+        plan: What was to be written.
+
+    Returns:
+        Quantized weights that were re-read and found equal.
+
+    Raises:
+        VerificationError: If anything differs; the message names the tensor.
+    """
+    try:
+        with CheckpointReader(out) as written:
+            _check_inventory(written, source, plan)
+            _check_config(out, written, source)
+            _check_untouched(written, source, plan)
+            return _check_quantized(written, quantized, plan)
+    except VerificationError:
+        raise
+    except (SourceError, CheckpointError) as error:
+        raise VerificationError(f"what was written cannot be read back: {error}") from error
+
+
+def _check_inventory(written: CheckpointReader, source: CheckpointReader, plan: Plan) -> None:
+    expected = set(source.tensors)
+    for target in plan.targets:
+        expected.remove(target.name)
+        expected.update(gptq.part_names(gptq.module_of(target.name)).values())
+    missing, surplus = expected - set(written.tensors), set(written.tensors) - expected
+    if missing:
+        raise VerificationError(f"{min(missing)} was not written ({len(missing)} tensors are missing)")
+    if surplus:
+        raise VerificationError(f"{min(surplus)} was written, but nothing asked for it ({len(surplus)} such tensors)")
+
+
+def _check_config(out: Path, written: CheckpointReader, source: CheckpointReader) -> None:
+    described = quantization_of(written.config)
+    if described is None or read_json(out / QUANTIZATION_FILE) != described:
+        raise VerificationError(f"{QUANTIZATION_FILE} and config.json describe the quantization differently")
+    if written.config != {**source.config, "quantization_config": described}:
+        raise VerificationError("config.json differs from the source's in more than quantization_config")
+
+
+def _check_untouched(written: CheckpointReader, source: CheckpointReader, plan: Plan) -> None:
+    targets = {target.name for target in plan.targets}
+    for name, info in source.tensors.items():
+        if name in targets:
+            continue
+        copy = written.tensors[name]
+        if (copy.dtype, copy.shape) != (info.dtype, info.shape):
+            raise VerificationError(
+                f"{name} is {copy.dtype} {list(copy.shape)}, but {info.dtype} {list(info.shape)} in the source"
+            )
+        if not torch.equal(raw_bytes(written.read(name)), raw_bytes(source.read(name))):
+            raise VerificationError(f"{name} was to be copied, but its bytes differ from the source")
+
+
+def _check_quantized(written: CheckpointReader, quantized: Mapping[str, QuantizedWeight], plan: Plan) -> int:
+    settings = read_quantization_config(quantization_of(written.config) or {})
+    for target in plan.targets:
+        module = gptq.module_of(target.name)
+        decoded = decode_module(written, module, settings)
+        solved = quantized[target.name].dequantize().cpu()
+        if decoded.shape != solved.shape:
+            raise VerificationError(f"{module} decodes to {list(decoded.shape)}, but {list(solved.shape)} was solved")
+        if not torch.equal(decoded, solved):
+            differing = int((decoded != solved).sum())
+            raise VerificationError(f"{module}: {differing} of {solved.numel()} decoded values differ from the solved")
+    return len(plan.targets)

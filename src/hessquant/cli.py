@@ -1,0 +1,213 @@
+"""The command line: parse, make the config, run the pipeline, give an exit code.
+
+    0    done
+    2    refused before any work was done, or the command line is wrong
+    3    failed on the way, or `inspect` found faults
+    4    done, but something was degraded and `--strict` was asked for
+    130  interrupted
+
+With `--json`, standard output holds exactly one JSON object; tables, progress and messages go to standard error.
+"""
+
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+import hessquant
+from hessquant.config import Config
+from hessquant.errors import HessquantError, RefusedError
+from hessquant.options import Json, Model, TrustRemoteCode, takes_config
+from hessquant.records import Evaluation, Inspection, Plan, RunReport
+from hessquant.report.json_report import error_json, to_json
+from hessquant.report.progress import make_progress
+from hessquant.report.terminal import render_evaluation, render_inspection, render_plan, render_run
+
+# The pipeline is imported inside each command: it brings torch, and `--help` should not wait for that.
+
+_DONE, _REFUSED, _FAILED, _DEGRADED, _INTERRUPTED = 0, 2, 3, 4, 130
+
+# Typer does not export the base of its usage errors in every release that we allow.
+_UsageError = cast(type[typer.BadParameter], typer.BadParameter.__base__)
+
+app = typer.Typer(
+    name="hessquant",
+    help="Quantize the weights of a transformer by GPTQ, to a checkpoint that servers open.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and give its exit code; `arguments` default to the process's own."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    # Looked for here, not in the parsed options, since a usage error leaves none.
+    as_json = "--json" in arguments
+    try:
+        # Commands return their exit code; without standalone mode typer passes it on, and errors too.
+        code = int(app(arguments, prog_name="hessquant", standalone_mode=False) or _DONE)
+    except _UsageError as error:
+        error.show()
+        return _give_up(as_json, type(error).__name__, error.format_message(), _REFUSED, say="")
+    except HessquantError as error:
+        verb = "refused" if isinstance(error, RefusedError) else "failed"
+        return _give_up(as_json, type(error).__name__, str(error), error.exit_code, say=f"{verb}: {error}")
+    except KeyboardInterrupt:
+        code = _INTERRUPTED
+    except Exception as error:
+        traceback.print_exc()
+        say = "failed: this is a bug in Hessquant; please report it with the traceback above and the command"
+        return _give_up(as_json, type(error).__name__, str(error), _FAILED, say=say)
+    # Typer itself may catch Ctrl-C, and then hands back its exit code.
+    if code == _INTERRUPTED:
+        return _give_up(as_json, "KeyboardInterrupt", "interrupted", code, say="interrupted")
+    return code
+
+
+@app.callback()
+def _top(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=lambda asked: _print_version(asked), help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Quantize the weights of a transformer by GPTQ, to a checkpoint that servers open."""
+
+
+@app.command()
+@takes_config
+def plan(
+    model: Model,
+    config: Config,
+    calibration: Annotated[
+        str, typer.Option(metavar="SOURCE", help="Not read; here so that only the command's name and OUT change.")
+    ] = "builtin",
+    as_json: Json = False,
+) -> int:
+    """Show what quantize would do, without reading weights."""
+    with redirect_stdout(sys.stderr):
+        from hessquant import pipeline
+
+        planned = pipeline.make_plan(model, config)
+    _show(planned, render_plan(planned), as_json)
+    return _DONE
+
+
+@app.command()
+@takes_config
+def quantize(
+    model: Model,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory that will hold the result.")],
+    config: Config,
+    calibration: Annotated[
+        str,
+        typer.Option(
+            metavar="SOURCE",
+            help="Calibration text: builtin, a .txt or .jsonl file, or hub:ID, with :CONFIG :SPLIT :COLUMN after it.",
+        ),
+    ] = "builtin",
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 4 when anything was degraded.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Quantize MODEL and write the checkpoint and its report to OUT."""
+    tables = Console(file=sys.stderr if as_json else sys.stdout)
+    with redirect_stdout(sys.stderr), make_progress(Console(stderr=True)) as progress:
+        from hessquant import pipeline
+
+        report = pipeline.quantize(
+            model,
+            out,
+            config,
+            calibration=calibration,
+            progress=progress,
+            on_plan=lambda planned: tables.print(render_plan(planned)),
+        )
+    _show(report, render_run(report, out), as_json)
+    if strict and report.degraded:
+        _say(f"degraded, and --strict was asked for: {len(report.degraded)} things, first: {report.degraded[0]}")
+        return _DEGRADED
+    return _DONE
+
+
+@app.command()
+def evaluate(
+    model: Model,
+    against: Annotated[
+        str | None, typer.Option(metavar="BASE", help="Compare with this model on the same tokens.")
+    ] = None,
+    text: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Text to evaluate on; the builtin held-out text by default.")
+    ] = None,
+    num_windows: Annotated[int | None, typer.Option(min=1, help="Windows to use; all by default.")] = None,
+    window_length: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 2048,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: Json = False,
+) -> int:
+    """Measure MODEL's perplexity, and its distance from BASE."""
+    with redirect_stdout(sys.stderr), make_progress(Console(stderr=True)) as progress:
+        from hessquant import pipeline
+
+        evaluation = pipeline.evaluate(
+            model,
+            against=against,
+            text=text,
+            num_windows=num_windows,
+            window_length=window_length,
+            trust_remote_code=trust_remote_code,
+            progress=progress,
+        )
+    _show(evaluation, render_evaluation(evaluation), as_json)
+    return _DONE
+
+
+@app.command()
+def inspect(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoint directory.")],
+    as_json: Json = False,
+) -> int:
+    """Show what a checkpoint holds and what is wrong with it."""
+    with redirect_stdout(sys.stderr):
+        from hessquant import pipeline
+
+        inspection = pipeline.inspect(directory)
+    _show(inspection, render_inspection(inspection), as_json)
+    return _FAILED if inspection.faults else _DONE
+
+
+def _show(record: Plan | RunReport | Evaluation | Inspection, table: RenderableType, as_json: bool) -> None:
+    if as_json:
+        typer.echo(to_json(record))
+    else:
+        Console().print(table)
+
+
+def _give_up(as_json: bool, kind: str, message: str, code: int, say: str) -> int:
+    if say:
+        _say(say)
+    if as_json:
+        typer.echo(error_json(kind, message, code))
+    return code
+
+
+def _say(message: str) -> None:
+    # Text and soft_wrap: a message may hold brackets, and a path should stay in one piece.
+    Console(stderr=True).print(Text(f"hessquant: {message}"), soft_wrap=True)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"hessquant {hessquant.__version__}")
+        raise typer.Exit
+
+
+if __name__ == "__main__":
+    sys.exit(main())

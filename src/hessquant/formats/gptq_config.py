@@ -1,0 +1,158 @@
+"""The `quantization_config` of the GPTQ format: writing it from a plan, and reading anybody's."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast, get_args
+
+from hessquant.config import Config
+from hessquant.errors import CheckpointError, SourceError
+from hessquant.formats.gptq import BITS, CheckpointFormat, module_of
+from hessquant.records import Plan, Target
+
+
+@dataclass(frozen=True)
+class ModuleSettings:
+    """How one module is quantized; `group_size` -1 = one group per row."""
+
+    bits: int
+    group_size: int
+    symmetric: bool
+
+
+@dataclass(frozen=True)
+class GptqSettings:
+    """What a GPTQ `quantization_config` says.
+
+    Attributes:
+        default: Settings of modules that no override names.
+        checkpoint_format: Whether zeros are stored less one ("gptq") or as they are ("gptq_v2").
+        overrides: Patterns in order, each with the settings of the modules it matches; None = left in 16 bit.
+    """
+
+    default: ModuleSettings
+    checkpoint_format: CheckpointFormat
+    overrides: tuple[tuple[re.Pattern[str], ModuleSettings | None], ...]
+
+    def module(self, name: str) -> ModuleSettings | None:
+        """Settings of a module, None if it is left in 16 bit; the first pattern that matches its start decides."""
+        for pattern, settings in self.overrides:
+            if pattern.match(name):
+                return settings
+        return self.default
+
+
+def quantization_config(
+    plan: Plan, config: Config, checkpoint_format: CheckpointFormat, version: str
+) -> dict[str, Any]:
+    """Describe exactly what a checkpoint written after `plan` holds; no paths, no calibration text.
+
+    Raises:
+        CheckpointError: If the plan's targets do not all have the one setting that the config states.
+    """
+    stated = (config.bits, plan.group_size, config.symmetric)
+    for target in plan.targets:
+        if (target.bits, target.group_size, target.symmetric) != stated:
+            raise CheckpointError(
+                f"{target.name}: planned with (bits, group size, symmetric) "
+                f"{(target.bits, target.group_size, target.symmetric)}, but the config states {stated}"
+            )
+    described: dict[str, Any] = {
+        "quant_method": "gptq",
+        "bits": config.bits,
+        "group_size": plan.group_size,
+        # The columns' order is undone before packing, so no reader has to know it.
+        "desc_act": False,
+        "sym": config.symmetric,
+        "lm_head": False,
+        "checkpoint_format": checkpoint_format,
+        "pack_dtype": "int32",
+        "true_sequential": True,
+        "damp_percent": config.damping,
+        "static_groups": config.scales == "static",
+        "meta": {"quantizer": [f"hessquant:{version}"]},
+    }
+    if not 0 < config.damping < 1:
+        # transformers refuses to open a checkpoint with damp_percent 0 or 1; the report states it anyway.
+        del described["damp_percent"]
+    skipped = _skipped_modules(plan)
+    if skipped:
+        # vLLM and GPTQModel read the first, optimum (for transformers) only the second; vLLM reads both.
+        described["dynamic"] = {f"-:^{re.escape(module)}$": {} for module in skipped}
+        described["modules_in_block_to_quantize"] = _quantized_names(plan, skipped)
+    return described
+
+
+def read_quantization_config(described: Mapping[str, Any]) -> GptqSettings:
+    """Read a `quantization_config`, whoever wrote it.
+
+    Raises:
+        SourceError: If it is not of the GPTQ format or says something that has no meaning.
+    """
+    method = described.get("quant_method")
+    if method != "gptq":
+        raise SourceError(f"quant_method is {method!r}; only gptq checkpoints can be decoded")
+    checkpoint_format = described.get("checkpoint_format", "gptq")
+    if checkpoint_format not in get_args(CheckpointFormat):
+        raise SourceError(f"checkpoint_format is {checkpoint_format!r}; known are {get_args(CheckpointFormat)}")
+    if described.get("pack_dtype", "int32") != "int32":
+        raise SourceError(f"pack_dtype is {described['pack_dtype']!r}; only int32 can be decoded")
+    dynamic = described.get("dynamic") or {}
+    if not isinstance(dynamic, dict):
+        raise SourceError(f"dynamic is a {type(dynamic).__name__}, not an object")
+    default = _module_settings(described, "quantization_config")
+    overrides = tuple(_override(key, values, described) for key, values in dynamic.items())
+    return GptqSettings(default, cast(CheckpointFormat, checkpoint_format), overrides)
+
+
+def _override(key: str, values: Any, described: Mapping[str, Any]) -> tuple[re.Pattern[str], ModuleSettings | None]:
+    """One entry of `dynamic`: "-:" leaves modules alone, "+:" or nothing overrides their settings."""
+    if not isinstance(values, dict):
+        raise SourceError(f"dynamic holds {values!r} under {key!r}, not an object")
+    try:
+        pattern = re.compile(key.removeprefix("-:").removeprefix("+:"))
+    except re.error as error:
+        raise SourceError(f"dynamic holds {key!r}, which is not a regular expression: {error}") from error
+    return pattern, None if key.startswith("-:") else _module_settings({**described, **values}, key)
+
+
+def _module_settings(values: Mapping[str, Any], where: str) -> ModuleSettings:
+    bits, group_size, symmetric = values.get("bits"), values.get("group_size", -1), values.get("sym", True)
+    if bits not in BITS:
+        raise SourceError(f"{where}: bits is {bits!r}; known are {', '.join(map(str, BITS))}")
+    if not isinstance(group_size, int) or not (group_size == -1 or group_size > 0):
+        raise SourceError(f"{where}: group_size is {group_size!r}; it must be -1 or positive")
+    return ModuleSettings(bits, group_size, bool(symmetric))
+
+
+def _skipped_modules(plan: Plan) -> list[str]:
+    """Modules inside the blocks that hold a matrix and are left in 16 bit.
+
+    Tensors of more dimensions count too: stacked experts are matrices to a server.
+    """
+    blocks = tuple(f"{block}." for block in plan.blocks)
+    targets = {module_of(target.name) for target in plan.targets}
+    matrices = [tensor.name for tensor in plan.untouched if tensor.name.startswith(blocks) and len(tensor.shape) > 1]
+    return [module for module in dict.fromkeys(name.rpartition(".")[0] for name in matrices) if module not in targets]
+
+
+def _quantized_names(plan: Plan, skipped: list[str]) -> list[list[str]]:
+    """Names of the quantized modules, those that share inputs together.
+
+    Readers take a name as part of a module's full name (optimum: its end; vLLM: anywhere in it). Names relative to
+    the block are the custom, and are enough unless a skipped module has one of them too, because it is skipped in one
+    block and not in another; then only full names say which block is meant.
+    """
+    full = _by_input(plan.targets)
+    prefixes = {target.name: f"{plan.blocks[target.block]}." for target in plan.targets}
+    relative = [[name.removeprefix(prefixes[f"{name}.weight"]) for name in group] for group in full]
+    if any(name in module for group in relative for name in group for module in skipped):
+        return full
+    return [list(group) for group in dict.fromkeys(map(tuple, relative))]
+
+
+def _by_input(targets: Iterable[Target]) -> list[list[str]]:
+    groups: dict[str, list[str]] = {}
+    for target in targets:
+        groups.setdefault(target.shares_input_with, []).append(module_of(target.name))
+    return list(groups.values())

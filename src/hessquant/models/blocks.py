@@ -1,0 +1,48 @@
+"""Finding the blocks of a model by its structure."""
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from hessquant.errors import PlanError
+
+
+def find_blocks(model: nn.Module) -> tuple[str, ...]:
+    """Module names of the blocks, in order.
+
+    The blocks are the outermost `ModuleList` of composite modules that holds the most parameters. Hybrid models mix
+    classes in that list; lists inside a block (of experts, say) are never looked at, nor are lists of bare layers.
+
+    Raises:
+        PlanError: If the model has no such list.
+    """
+    candidates = dict(_outermost_lists(model, ""))
+    blocks = {name: modules for name, modules in candidates.items() if _holds_blocks(modules)}
+    if not blocks:
+        found = ", ".join(f"{name} ({len(modules)})" for name, modules in candidates.items()) or "no list of modules"
+        raise PlanError(
+            f"{type(model).__name__}: no list of decoder blocks; its module lists: {found}. "
+            "A model must keep its blocks in a torch.nn.ModuleList"
+        )
+    name = max(blocks, key=lambda key: (_size(blocks[key]), len(blocks[key])))
+    return tuple(f"{name}.{index}" for index in range(len(blocks[name])))
+
+
+def _outermost_lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.ModuleList]]:
+    for name, child in module.named_children():
+        full = f"{prefix}.{name}" if prefix else name
+        if isinstance(child, nn.ModuleList):
+            yield full, child
+        else:
+            yield from _outermost_lists(child, full)
+
+
+def _holds_blocks(modules: nn.ModuleList) -> bool:
+    return len(modules) > 0 and all(
+        any(weight.ndim >= 2 for weight in module.parameters())
+        for module in modules
+    )
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

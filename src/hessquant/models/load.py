@@ -1,0 +1,74 @@
+"""Building a runnable model from tensors."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hessquant.errors import SourceError
+from hessquant.models.library import LIBRARY_ERRORS, from_config, quiet
+from hessquant.models.source import ModelSource, load_config
+
+_SHOWN = 5
+
+
+def build(source: ModelSource, state: Mapping[str, Tensor], *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model with the weights of `state`: float32, on the CPU, in eval mode, without gradients.
+
+    A tensor that is float32 already becomes the parameter itself, uncopied; every other dtype costs one copy.
+
+    Args:
+        source: The model; only its config is read.
+        state: Every tensor of the checkpoint by its name there, decoded if it was quantized. A tied weight may
+            be given once.
+        trust_remote_code: Allow code that comes with the model to run.
+
+    Raises:
+        SourceError: If tensors are missing, unknown to the model class, or of another shape.
+    """
+    config = load_config(source, trust_remote_code=trust_remote_code)
+    if hasattr(config, "quantization_config"):
+        # The weights in `state` are plain numbers; with this left in, transformers would build packed modules.
+        del config.quantization_config
+    with quiet():
+        try:
+            with torch.device("meta"):
+                model_class = type(from_config(config, trust_remote_code=trust_remote_code))
+            loaded: Any = model_class.from_pretrained(
+                None,
+                config=config,
+                state_dict=dict(state),
+                dtype=torch.float32,
+                experts_implementation="eager",
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        except LIBRARY_ERRORS as error:
+            raise SourceError(f"{source.name}: the model cannot be built: {error}") from error
+    model, outcome = loaded  # a pair, because of output_loading_info
+    _check_outcome(source.name, outcome)
+    built: PreTrainedModel = model.eval().requires_grad_(False)
+    return built
+
+
+def _check_outcome(name: str, outcome: Mapping[str, Collection[Any]]) -> None:
+    faults = [
+        f"{title} {_shown(names)}"
+        for key, title in (
+            ("missing_keys", "missing:"),
+            ("unexpected_keys", "unknown to the model class:"),
+            ("mismatched_keys", "of another shape than the config says:"),
+        )
+        if (names := outcome[key])
+    ]
+    if faults or outcome["error_msgs"]:
+        detail = "; ".join(faults) or str(outcome["error_msgs"])
+        raise SourceError(f"{name}: the tensors do not fit the model's config ({detail})")
+
+
+def _shown(names: Collection[Any]) -> str:
+    listed = sorted(str(name) for name in names)
+    rest = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
+    return ", ".join(listed[:_SHOWN]) + rest

@@ -1,0 +1,108 @@
+"""The options of the command line, declared once; those of `plan` and `quantize` become a `Config` here."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import typer
+
+from hessquant.config import CaptureMethod, Config, Format, Order, Scales
+from hessquant.errors import ConfigError
+
+_DEFAULTS = Config()
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Local directory, hub id, .gguf file, or 'demo'.", show_default=False)
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Let code that comes with MODEL run.")]
+
+
+def build_config(
+    bits: Annotated[int, typer.Option(help="Bits per weight, 2 to 8.")] = _DEFAULTS.bits,
+    group_size: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|N|-1",
+            help="Inputs that share a scale; -1 = one group per row; auto = the largest of 128, 64, 32 that fits.",
+        ),
+    ] = str(_DEFAULTS.group_size),
+    asymmetric: Annotated[bool, typer.Option("--asymmetric", help="Fit a zero per group.")] = False,
+    format: Annotated[Format, typer.Option(help="On-disk dialect of the result.")] = _DEFAULTS.format,
+    order: Annotated[Order, typer.Option(help="Order in which columns are rounded.")] = _DEFAULTS.order,
+    scales: Annotated[
+        Scales, typer.Option(help="Fix all scales before the sweep, or fit each group's when it is reached.")
+    ] = _DEFAULTS.scales,
+    no_scale_search: Annotated[
+        bool, typer.Option("--no-scale-search", help="Take each group's min-max scale instead of the best one.")
+    ] = False,
+    damping: Annotated[
+        float, typer.Option(help="Fraction of the mean Hessian diagonal that is added to it.")
+    ] = _DEFAULTS.damping,
+    num_windows: Annotated[int, typer.Option(help="Calibration windows.")] = _DEFAULTS.num_windows,
+    window_length: Annotated[int, typer.Option(help="Tokens per calibration window.")] = _DEFAULTS.window_length,
+    allow_fewer: Annotated[
+        bool, typer.Option("--allow-fewer", help="Take what there is when the text has too few windows.")
+    ] = False,
+    include: Annotated[
+        list[str] | None, typer.Option(metavar="PATTERN", help="Quantize these weights too; may be repeated.")
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option(metavar="PATTERN", help="Leave these weights alone; may be repeated.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = _DEFAULTS.seed,
+    capture: Annotated[
+        CaptureMethod, typer.Option(help="Run each block once, or in several passes that hold less in memory.")
+    ] = _DEFAULTS.capture,
+    trust_remote_code: TrustRemoteCode = False,
+) -> Config:
+    """Turn the options that `plan` and `quantize` share into a config."""
+    return Config(
+        bits=bits,
+        group_size=_group_size(group_size),
+        symmetric=not asymmetric,
+        format=format,
+        order=order,
+        scales=scales,
+        scale_search=not no_scale_search,
+        damping=damping,
+        num_windows=num_windows,
+        window_length=window_length,
+        allow_fewer=allow_fewer,
+        include=tuple(include or ()),
+        exclude=tuple(exclude or ()),
+        seed=seed,
+        capture=capture,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def takes_config(command: Callable[..., int]) -> Callable[..., int]:
+    """Show typer the options of `build_config` in place of `command`'s parameter `config`.
+
+    Typer reads signatures, so the command gets one that it does not have.
+    """
+    options = inspect.signature(build_config).parameters
+    own = inspect.signature(command).parameters.values()
+    shown = [part for parameter in own for part in (options.values() if parameter.name == "config" else [parameter])]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> int:
+        config = build_config(**{name: given.pop(name) for name in options})
+        return command(config=config, **given)
+
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in shown]
+    )
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
+    return run
+
+
+def _group_size(text: str) -> int | Literal["auto"]:
+    if text == "auto":
+        return "auto"
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"group_size is {text!r}; choose 'auto', -1 or a positive number") from None

@@ -1,0 +1,51 @@
+"""Patterns of weight names, as `include` and `exclude` take them."""
+
+import difflib
+from collections.abc import Collection, Iterable
+from fnmatch import fnmatchcase
+
+from hessquant.errors import PatternError
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a shell-style pattern matches a tensor name or a dotted end of it, with or without `.weight`.
+
+    >>> matches("mlp.down_proj", "model.layers.3.mlp.down_proj.weight")
+    True
+    >>> matches("model.layers.3.*", "model.layers.3.mlp.down_proj.weight")
+    True
+    >>> matches("proj", "model.layers.3.mlp.down_proj.weight")
+    False
+    """
+    return any(
+        fnmatchcase(spelling, glob)
+        for spelling in (name, name.removesuffix(".weight"))
+        for glob in (pattern, f"*.{pattern}")
+    )
+
+
+def match_all(kind: str, patterns: Iterable[str], names: Collection[str]) -> dict[str, frozenset[str]]:
+    """Names that each pattern matches; `kind` ("include", "exclude") is for the error.
+
+    Raises:
+        PatternError: If a pattern matches nothing.
+    """
+    found = {}
+    for pattern in patterns:
+        found[pattern] = frozenset(name for name in names if matches(pattern, name))
+        if not found[pattern]:
+            near = difflib.get_close_matches(pattern, _spellings(names), n=3)
+            hint = f"close to it: {', '.join(near)}" if near else f"a name looks like {min(names, default='(none)')}"
+            raise PatternError(f"{kind} pattern {pattern!r} matches no tensor of the model; {hint}")
+    return found
+
+
+def _spellings(names: Iterable[str]) -> list[str]:
+    """What a user may have meant: beginnings and ends of names, `*` for the numbers in them."""
+    pool: dict[str, None] = {}
+    for name in names:
+        parts = ["*" if part.isdigit() else part for part in name.removesuffix(".weight").split(".")]
+        for length in range(1, len(parts) + 1):
+            pool[".".join(parts[-length:])] = None
+            pool[".".join(parts[:length])] = None
+    return list(pool)

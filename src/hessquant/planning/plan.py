@@ -1,0 +1,129 @@
+"""Making the plan: a model, its tensors' headers and the settings in; everything that will happen out."""
+
+from collections.abc import Mapping, Sequence
+
+from transformers import PreTrainedConfig
+
+from hessquant.config import Config
+from hessquant.errors import PlanError, SourceError
+from hessquant.models.probe import Probe, ProbedProduct, probe
+from hessquant.models.source import ModelSource, load_config
+from hessquant.planning.servers import verdicts
+from hessquant.planning.shapes import check_format, resolve_group_size, tensor_parallel
+from hessquant.planning.size import bits_per_weight, memory_bytes, packed_bytes
+from hessquant.planning.targets import select_targets
+from hessquant.records import Plan, Target, TensorInfo, Untouched
+
+_FLOATING = ("F64", "F32", "BF16", "F16")
+
+
+def make_plan(source: ModelSource, tensors: Mapping[str, TensorInfo], config: Config) -> Plan:
+    """Decide everything that can be decided before a weight is read, and refuse what cannot work.
+
+    Args:
+        source: The model.
+        tensors: Its checkpoint's tensors by name.
+        config: The settings.
+
+    Raises:
+        SourceError: If the model is quantized already, or its tensors disagree with its config.
+        PatternError: If a pattern matches nothing.
+        GroupSizeError: If the group size does not divide a weight's inputs.
+        PlanError: If the model or the settings cannot be planned for another reason.
+    """
+    model_config = load_config(source, trust_remote_code=config.trust_remote_code)
+    _refuse_quantized(source, model_config)
+    seen = probe(source, model_config, trust_remote_code=config.trust_remote_code)
+    _check_shapes(source, tensors, seen)
+    chosen, reasons = select_targets(seen, tensors, config)
+    _check_tensors(source, tensors, chosen)
+    group_size = resolve_group_size(chosen, seen.blocks, config)
+    check_format(chosen, seen.blocks, config, group_size)
+
+    targets = _targets(chosen, seen, config, group_size)
+    untouched = tuple(
+        Untouched(name, tensors[name].shape, tensors[name].dtype, tensors[name].bytes, reason)
+        for name, reason in reasons.items()
+    )
+    source_bytes = sum(info.bytes for info in tensors.values())
+    untouched_bytes = sum(tensor.bytes for tensor in untouched)
+    return Plan(
+        source=source.name,
+        architecture=(model_config.architectures or [seen.architecture])[0],
+        blocks=seen.blocks,
+        targets=targets,
+        untouched=untouched,
+        group_size=group_size,
+        bits_per_weight=bits_per_weight(targets),
+        unquantized_share=untouched_bytes / source_bytes,
+        source_bytes=source_bytes,
+        output_bytes=untouched_bytes + sum(map(packed_bytes, targets)),
+        memory_bytes=memory_bytes(seen, targets, config),
+        tensor_parallel=tensor_parallel(chosen, config.bits, group_size),
+        servers=verdicts(
+            config.format,
+            bits=config.bits,
+            group_size=group_size,
+            symmetric=config.symmetric,
+            shapes=frozenset((target.rows, target.columns) for target in targets),
+            transposed=any(target.transposed for target in targets),
+        ),
+    )
+
+
+def _targets(chosen: Sequence[ProbedProduct], seen: Probe, config: Config, group_size: int) -> tuple[Target, ...]:
+    first: dict[int, str] = {}
+    targets = []
+    for product in chosen:
+        block = seen.parameters[product.name].block
+        assert block is not None, product.name
+        targets.append(
+            Target(
+                name=product.name,
+                block=block,
+                rows=product.rows,
+                columns=product.columns,
+                bits=config.bits,
+                group_size=group_size,
+                symmetric=config.symmetric,
+                transposed=product.transposed,
+                shares_input_with=first.setdefault(product.input_id, product.name),
+            )
+        )
+    return tuple(targets)
+
+
+def _refuse_quantized(source: ModelSource, model_config: PreTrainedConfig) -> None:
+    quantization = getattr(model_config, "quantization_config", None)
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise SourceError(
+            f"{source.name} is quantized already ({method or 'unnamed method'}, says its config.json); start from the "
+            "original 16-bit model"
+        )
+
+
+def _check_shapes(source: ModelSource, tensors: Mapping[str, TensorInfo], seen: Probe) -> None:
+    for name, info in tensors.items():
+        parameter = seen.parameters.get(name)
+        if parameter is not None and parameter.shape != info.shape:
+            raise SourceError(
+                f"{source.name}: {name} is {list(info.shape)} in {info.file}, but {list(parameter.shape)} according to "
+                "config.json; the two do not belong together"
+            )
+
+
+def _check_tensors(source: ModelSource, tensors: Mapping[str, TensorInfo], chosen: Sequence[ProbedProduct]) -> None:
+    for product in chosen:
+        info = tensors.get(product.name)
+        if info is None:
+            raise PlanError(
+                f"{source.name}: the checkpoint has no {product.name}, which the model class needs (it has "
+                f"{min(tensors, default='nothing')}, for example). If only the names differ, load it with "
+                "transformers, save_pretrained, and start from that"
+            )
+        if info.dtype not in _FLOATING:
+            raise SourceError(
+                f"{source.name}: {product.name} holds {info.dtype} values, so it is quantized already; start from the "
+                "original 16-bit model"
+            )

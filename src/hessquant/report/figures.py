@@ -1,0 +1,120 @@
+"""Figures that every form of the report derives from the records, so that all of them agree."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import fsum
+
+from hessquant.records import LayerRecord
+
+
+@dataclass(frozen=True)
+class Totals:
+    """All layers of a run together.
+
+    Attributes:
+        layers: Quantized weights.
+        rtn_layers: Those of them that were rounded to nearest as a whole.
+        mean_relative_to_rtn: Mean over layers of loss / round-to-nearest's loss; 1 when there are none.
+        mean_relative_output_error: Mean over layers of loss / output energy; null when undefined everywhere.
+        mean_expected_to_rtn: Mean over layers of expected loss / round-to-nearest's loss.
+        mean_floor_to_rtn: Mean over layers of floor / round-to-nearest's loss.
+        raised_damping: Layers that needed more damping than asked for.
+        fallback_rows: Rows where round-to-nearest was better and was kept.
+        dead_columns: Inputs that the calibration data never excited.
+        zero_groups: Groups of all-zero weights.
+        tiny_groups: Groups whose scale was raised to the smallest stored one.
+        solve_seconds: Wall time of all solves.
+    """
+
+    layers: int
+    rtn_layers: int
+    mean_relative_to_rtn: float
+    mean_relative_output_error: float | None
+    mean_expected_to_rtn: float | None
+    mean_floor_to_rtn: float | None
+    raised_damping: int
+    fallback_rows: int
+    dead_columns: int
+    zero_groups: int
+    tiny_groups: int
+    solve_seconds: float
+
+
+def relative_output_error(record: LayerRecord) -> float | None:
+    """Loss / output energy; None where the layer has no output to compare with."""
+    return record.loss / record.output_energy if record.output_energy > 0 else None
+
+
+def totals(layers: Sequence[LayerRecord]) -> Totals:
+    """Sum up layers: a whole run, one kind of weight, or one kind within one block."""
+    return Totals(
+        layers=len(layers),
+        rtn_layers=sum(layer.method == "rtn" for layer in layers),
+        mean_relative_to_rtn=fsum(layer.relative_to_rtn for layer in layers) / len(layers) if layers else 1.0,
+        mean_relative_output_error=_mean(relative_output_error(layer) for layer in layers),
+        mean_expected_to_rtn=_mean(_to_rtn(layer, layer.expected_loss) for layer in layers),
+        mean_floor_to_rtn=_mean(_to_rtn(layer, layer.floor) for layer in layers),
+        raised_damping=sum(layer.damping_used > layer.damping for layer in layers),
+        fallback_rows=sum(layer.fallback_rows for layer in layers),
+        dead_columns=sum(layer.dead_columns for layer in layers),
+        zero_groups=sum(layer.zero_groups for layer in layers),
+        tiny_groups=sum(layer.tiny_groups for layer in layers),
+        solve_seconds=fsum(layer.seconds for layer in layers),
+    )
+
+
+def notes(summed: Totals) -> tuple[str, ...]:
+    """Everything about these layers that a reader should not overlook."""
+    counted = (
+        (summed.rtn_layers, "layer rounded to nearest", "layers rounded to nearest"),
+        (summed.raised_damping, "layer with raised damping", "layers with raised damping"),
+        (summed.fallback_rows, "row kept RTN", "rows kept RTN"),
+        (summed.dead_columns, "dead column", "dead columns"),
+        (summed.zero_groups, "zero group", "zero groups"),
+        (summed.tiny_groups, "tiny group", "tiny groups"),
+    )
+    return tuple(f"{count:,} {one if count == 1 else many}" for count, one, many in counted if count)
+
+
+def kind(name: str) -> str:
+    """Name of a weight with every index replaced, so that like weights of all blocks have one name.
+
+    >>> kind("model.layers.3.mlp.experts.12.up_proj.weight")
+    'model.layers.*.mlp.experts.*.up_proj.weight'
+    """
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def by_kind(layers: Iterable[LayerRecord]) -> dict[str, list[LayerRecord]]:
+    """Layers of each kind, kinds in the order of their first layer."""
+    kinds: dict[str, list[LayerRecord]] = {}
+    for layer in layers:
+        kinds.setdefault(kind(layer.name), []).append(layer)
+    return kinds
+
+
+def kind_labels(kinds: Iterable[str]) -> dict[str, str]:
+    """Shorten kinds by what all of them begin with (up to the first index) and a final `.weight`.
+
+    >>> kind_labels(["m.layers.*.q_proj.weight", "m.layers.*.mlp.up.weight"])
+    {'m.layers.*.q_proj.weight': 'q_proj', 'm.layers.*.mlp.up.weight': 'mlp.up'}
+    """
+    kinds = list(kinds)
+    heads = {name.partition(".*.")[0] if ".*." in name else None for name in kinds}
+    only = heads.pop() if len(heads) == 1 else None
+    cut = 0 if only is None else len(only) + len(".*.")
+    return {name: name[cut:].removesuffix(".weight") for name in kinds}
+
+
+def worst(layers: Iterable[LayerRecord], count: int) -> list[LayerRecord]:
+    """The layers with the largest relative output error, worst first."""
+    return sorted(layers, key=lambda layer: relative_output_error(layer) or 0.0, reverse=True)[:count]
+
+
+def _to_rtn(layer: LayerRecord, loss: float) -> float | None:
+    return loss / layer.rtn_loss if layer.rtn_loss > 0 else None
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fsum(known) / len(known) if known else None

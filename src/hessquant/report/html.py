@@ -1,0 +1,219 @@
+"""A run report as one HTML page that needs nothing else: no scripts, styles or fonts from elsewhere."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from importlib.resources import files
+
+from hessquant.records import LayerRecord, RunReport
+from hessquant.report.charts import Bound, Point, bounds_chart, legend, loss_chart, output_error_chart
+from hessquant.report.figures import (
+    Totals,
+    by_kind,
+    kind,
+    kind_labels,
+    notes,
+    relative_output_error,
+    totals,
+    worst,
+)
+from hessquant.report.units import format_bytes, format_percent, format_ratio, format_seconds
+
+_ROWS_SHOWN = 2000
+
+
+def to_html(report: RunReport) -> str:
+    """Give the page: what was degraded, headline figures, charts, bounds, every layer, settings, environment."""
+    plan = report.plan
+    title = f"Hessquant report: {plan.source}"
+    sections = (
+        _degraded(report.degraded),
+        f'<div class="tiles">{"".join(_tiles(report, totals(report.layers)))}</div>',
+        *(_layer_sections(report) if report.layers else ()),
+        _details(report),
+    )
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{_asset('report.css')}</style></head><body>"
+        f"<header><h1>{escape(plan.source)}</h1>"
+        f"<p>{escape(plan.architecture)}, quantized by Hessquant {escape(report.version)}: "
+        f"{len(plan.targets):,} weights in {len(plan.blocks):,} blocks, {_grids(report)}</p></header>"
+        f"<main>{''.join(sections)}</main><script>{_asset('report.js')}</script></body></html>\n"
+    )
+
+
+def _degraded(sentences: Sequence[str]) -> str:
+    if not sentences:
+        return '<p class="note">Nothing was degraded.</p>'
+    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
+    return f'<section class="degraded"><h2>Degraded ({len(sentences):,})</h2><ul>{items}</ul></section>'
+
+
+def _tiles(report: RunReport, summed: Totals) -> Iterable[str]:
+    plan = report.plan
+    figures = (
+        (format_ratio(summed.mean_relative_to_rtn), "mean error, where round-to-nearest (RTN) is 1"),
+        (format_percent(summed.mean_relative_output_error), "mean error relative to the layer's output"),
+        (f"{round(plan.bits_per_weight, 4):g}", "bits per weight, scales and zeros included"),
+        (format_bytes(report.output_bytes), f"on disk, from {format_bytes(plan.source_bytes)}"),
+        (format_percent(plan.unquantized_share), "of the weight bytes left in 16 bit"),
+        (f"{report.verified_tensors:,} / {summed.layers:,}", "weights re-read and decoded exactly"),
+        (format_seconds(report.seconds), f"wall time; {format_seconds(report.cpu_seconds)} of CPU time"),
+        (format_bytes(report.peak_memory_bytes), "peak memory"),
+        (f"{report.forwards_per_block:g}", "forward passes per block and window"),
+        (f"{report.calibration.tokens:,}", "calibration tokens"),
+    )
+    return (f'<div class="tile"><b>{escape(figure)}</b><span>{escape(what)}</span></div>' for figure, what in figures)
+
+
+def _layer_sections(report: RunReport) -> tuple[str, ...]:
+    kinds = by_kind(report.layers)
+    labels = [kind_labels(kinds)[name] for name in kinds]
+    points = _points(report, list(kinds), labels)
+    bounds = []
+    for series, (label, group) in enumerate(zip(labels, kinds.values(), strict=True)):
+        summed = totals(group)
+        loss = summed.mean_relative_to_rtn
+        bounds.append(Bound(series, label, loss, summed.mean_expected_to_rtn, summed.mean_floor_to_rtn))
+    return (
+        _section(
+            "Error relative to round-to-nearest",
+            "One mark per weight, in the order they were quantized; lower is better, and 1 means that calibration "
+            "gained nothing. Experts of one block share a mark, at their mean.",
+            legend(labels) + loss_chart(points),
+        ),
+        _section(
+            "Error relative to the layer's output",
+            "Squared error of a layer's outputs divided by their squared size, by block; a line up is ten times more.",
+            legend(labels) + output_error_chart(points),
+        ),
+        _section(
+            "Would a better algorithm help, or only more bits?",
+            "Means per kind of weight, where round-to-nearest's error is 1. Dot: the error now. Ring: what theory "
+            "expects of this method on this grid. Tick: what no order of the columns can be expected to beat. A dot "
+            "close to its tick leaves little for any such algorithm to win: only more bits or smaller groups help. A "
+            "dot far right of its ring points at the damping or at clipped weights.",
+            bounds_chart(bounds),
+        ),
+        _layer_table(report.layers),
+    )
+
+
+def _points(report: RunReport, kinds: Sequence[str], labels: Sequence[str]) -> list[Point]:
+    """Like weights of one block (experts) become one point."""
+    series = {name: index for index, name in enumerate(kinds)}
+    block_of = {target.name: target.block for target in report.plan.targets}
+    groups: dict[tuple[int, int], list[LayerRecord]] = {}
+    for layer in report.layers:
+        groups.setdefault((block_of[layer.name], series[kind(layer.name)]), []).append(layer)
+    points = []
+    for (block, index), group in groups.items():
+        summed = totals(group)
+        name = group[0].name if len(group) == 1 else f"{labels[index]} of block {block}, mean of {len(group)}"
+        error = summed.mean_relative_output_error
+        figures = f"{format_ratio(summed.mean_relative_to_rtn)} of RTN's error, {format_percent(error)} of its output"
+        remarks = "".join(f"; {note}" for note in notes(summed))
+        title = f"{name}: {figures}{remarks}"
+        points.append(Point(index, block, title, summed.mean_relative_to_rtn, error))
+    return points
+
+
+def _layer_table(layers: Sequence[LayerRecord]) -> str:
+    shown = layers if len(layers) <= _ROWS_SHOWN else worst(layers, _ROWS_SHOWN)
+    hint = "Press a heading to sort. Error, expected error and floor are relative to round-to-nearest's error."
+    if len(shown) < len(layers):
+        hint += (
+            f" The {len(shown):,} of {len(layers):,} layers with the largest error relative to their output; "
+            "the JSON report has all."
+        )
+    headings = ("layer", "shape", "bits", "group", "tokens", "error", "of output", "expected",
+                "floor", "damping", "time", "notes")  # fmt: skip
+    rows = (
+        "".join((f"<tr>{_cell(layer.name.removesuffix('.weight'), 'text name')}", *_layer_cells(layer), "</tr>"))
+        for layer in shown
+    )
+    head = "".join(
+        f'<th class="{"text" if heading in ("layer", "notes") else ""}"><button type="button">{heading}</button></th>'
+        for heading in headings
+    )
+    table = f'<table class="sortable"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
+    return _section("Every layer", hint, f'<div class="scroll">{table}</div>')
+
+
+def _layer_cells(layer: LayerRecord) -> Iterable[str]:
+    summed = totals([layer])
+    error = relative_output_error(layer)
+    figures: tuple[tuple[str, float | None], ...] = (
+        (f"{layer.rows} x {layer.columns}", layer.rows * layer.columns),
+        (str(layer.bits), layer.bits),
+        (_group(layer.group_size), layer.columns if layer.group_size == -1 else layer.group_size),
+        (f"{layer.tokens:,}", layer.tokens),
+        (format_ratio(layer.relative_to_rtn), layer.relative_to_rtn),
+        (format_percent(error), error),
+        (format_ratio(summed.mean_expected_to_rtn), summed.mean_expected_to_rtn),
+        (format_ratio(summed.mean_floor_to_rtn), summed.mean_floor_to_rtn),
+        (f"{layer.damping_used:g}", layer.damping_used),
+        (format_seconds(layer.seconds), layer.seconds),
+    )
+    for text, value in figures:
+        yield f'<td data-value="{-1 if value is None else value}">{escape(text)}</td>'
+    yield _cell("; ".join(notes(summed)), "text")
+
+
+def _details(report: RunReport) -> str:
+    plan, calibration = report.plan, report.calibration
+    servers = "".join(
+        f'<tr>{_cell(verdict.server, "text")}<td class="text {verdict.opens}">{verdict.opens}</td>'
+        f"{_cell(verdict.basis, 'text')}{_cell(verdict.reason, 'text')}</tr>"
+        for verdict in plan.servers
+    )
+    untouched: dict[str, list[int]] = {}
+    for tensor in plan.untouched:
+        untouched.setdefault(tensor.reason, []).append(tensor.bytes)
+    copied = {reason: f"{len(sizes):,} tensors, {format_bytes(sum(sizes))}" for reason, sizes in untouched.items()}
+    tokens = {
+        "source": calibration.source,
+        "windows": f"{calibration.windows:,}",
+        "tokens": f"{calibration.tokens:,} of {calibration.tokens_available:,}",
+        "digest of the token ids": calibration.digest,
+    }
+    head = "".join(f'<th class="text">{heading}</th>' for heading in ("client", "opens", "known by", "reason"))
+    table = f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{servers}</tbody></table></div>'
+    return _section("What will open it", "", table) + (
+        '<div class="columns">'
+        f"{_section('Calibration', '', _list(tokens))}{_section('Copied as they are', '', _list(copied))}"
+        f"{_section('Settings', '', _list(report.settings))}{_section('Environment', '', _list(report.environment))}"
+        "</div>"
+    )
+
+
+def _grids(report: RunReport) -> str:
+    targets = report.plan.targets
+    grids = sorted({f"{target.bits}-bit {'symmetric' if target.symmetric else 'asymmetric'}" for target in targets})
+    return escape(f"{', '.join(grids)}, group {_group(report.plan.group_size)}")
+
+
+def _group(group_size: int) -> str:
+    return "row" if group_size == -1 else str(group_size)
+
+
+def _section(title: str, note: str, body: str) -> str:
+    remark = f'<p class="note">{escape(note)}</p>' if note else ""
+    return f"<section><h2>{escape(title)}</h2>{remark}{body}</section>"
+
+
+def _cell(text: str, style: str) -> str:
+    return f'<td class="{style}">{escape(text)}</td>'
+
+
+def _list(entries: Mapping[str, object]) -> str:
+    items = "".join(f"<dt>{escape(str(key))}</dt><dd>{escape(_setting(value))}</dd>" for key, value in entries.items())
+    return f"<dl>{items}</dl>"
+
+
+def _setting(value: object) -> str:
+    return ", ".join(map(str, value)) or "none" if isinstance(value, (list, tuple)) else str(value)
+
+
+def _asset(name: str) -> str:
+    return (files("hessquant.report") / "assets" / name).read_text(encoding="utf-8")

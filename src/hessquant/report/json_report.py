@@ -1,0 +1,57 @@
+"""Records as JSON, for programs: `hessquant-report.json` and `--json`."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from hessquant.errors import NonFiniteError
+from hessquant.records import Evaluation, Inspection, LayerRecord, Plan, RunReport
+from hessquant.report.figures import relative_output_error, totals
+
+REPORT_NAME = "hessquant-report.json"
+"""File name of the report within an output directory."""
+
+
+def to_json(record: Plan | RunReport | Evaluation | Inspection) -> str:
+    """Give a record as one JSON object, keys in the order of the record's fields.
+
+    A layer also gets `relative_to_rtn` and `relative_output_error` (null where the layer has no
+    output); a run report also gets `totals`.
+
+    Raises:
+        NonFiniteError: If a number is NaN or infinite, which JSON cannot hold; the message says which.
+    """
+    return json.dumps(_plain(record, ""), indent=2, allow_nan=False)
+
+
+def error_json(kind: str, message: str, exit_code: int) -> str:
+    """Give the object that `--json` prints in place of a result."""
+    return json.dumps({"error": {"type": kind, "message": message, "exit_code": exit_code}}, indent=2)
+
+
+def _plain(value: Any, path: str) -> Any:
+    """Turn records, mappings and sequences into what `json` knows; `path` names the place in errors."""
+    if is_dataclass(value) and not isinstance(value, type):
+        plain = {field.name: _plain(getattr(value, field.name), f"{path}.{field.name}") for field in fields(value)}
+        return plain | {key: _plain(item, f"{path}.{key}") for key, item in _derived(value).items()}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, f"{path}.{key}") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, f"{path}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise NonFiniteError(f"{path.lstrip('.')} of the report is {value}; JSON holds finite numbers only")
+    return value.name if isinstance(value, Path) else value
+
+
+def _derived(record: Any) -> dict[str, Any]:
+    if isinstance(record, LayerRecord):
+        return {
+            "relative_to_rtn": record.relative_to_rtn,
+            "relative_output_error": relative_output_error(record),
+        }
+    if isinstance(record, RunReport):
+        return {"totals": asdict(totals(record.layers))}
+    return {}

@@ -1,0 +1,59 @@
+import sys
+from types import ModuleType
+
+import pytest
+
+import hessquant
+
+
+class FakePipeline(ModuleType):
+    """Stands in for `hessquant.pipeline`: keeps what it was asked and gives made-up records."""
+
+    def __init__(self, plan, run_report, evaluation, inspection):
+        super().__init__("hessquant.pipeline")
+        self.plan, self.run_report, self.evaluation, self.inspection = plan, run_report, evaluation, inspection
+        self.asked = {}
+        self.error = None
+
+    def _ask(self, **asked):
+        self.asked = asked
+        sys.stdout.write("a library talks\n")
+        if self.error is not None:
+            raise self.error
+
+    def make_plan(self, model, config=None):
+        self._ask(model=model, config=config)
+        return self.plan
+
+    def quantize(self, model, out, config=None, *, calibration="builtin", progress=None, on_plan=None):
+        on_plan(self.plan)
+        progress.stage("quantize", len(self.run_report.layers))
+        self._ask(model=model, out=out, config=config, calibration=calibration)
+        return self.run_report
+
+    def evaluate(
+        self,
+        model,
+        *,
+        against=None,
+        text=None,
+        num_windows=None,
+        window_length=2048,
+        trust_remote_code=False,
+        progress=None,
+    ):
+        asked = {"model": model, "against": against, "text": text, "num_windows": num_windows}
+        self._ask(**asked, window_length=window_length, trust_remote_code=trust_remote_code)
+        return self.evaluation
+
+    def inspect(self, directory):
+        self._ask(directory=directory)
+        return self.inspection
+
+
+@pytest.fixture
+def pipeline(monkeypatch, plan, run_report, evaluation, inspection):
+    fake = FakePipeline(plan, run_report, evaluation, inspection)
+    monkeypatch.setitem(sys.modules, "hessquant.pipeline", fake)
+    monkeypatch.setattr(hessquant, "pipeline", fake, raising=False)
+    return fake

@@ -1,0 +1,100 @@
+import inspect
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from hessquant import cli
+from hessquant.config import Config
+
+# Block size is a matter of speed, not of the result; it has no option.
+WITHOUT_OPTION = {"block_size"}
+
+OPTIONS = [
+    (["--bits", "3"], {"bits": 3}),
+    (["--group-size", "auto"], {"group_size": "auto"}),
+    (["--group-size", "32"], {"group_size": 32}),
+    (["--group-size", "-1"], {"group_size": -1}),
+    (["--asymmetric"], {"symmetric": False}),
+    (["--format", "gptq"], {"format": "gptq"}),
+    (["--order", "natural"], {"order": "natural"}),
+    (["--order", "group"], {"order": "group"}),
+    (["--order", "group", "--scales", "dynamic"], {"order": "group", "scales": "dynamic"}),
+    (["--no-scale-search"], {"scale_search": False}),
+    (["--damping", "0.05"], {"damping": 0.05}),
+    (["--num-windows", "16"], {"num_windows": 16}),
+    (["--window-length", "512"], {"window_length": 512}),
+    (["--allow-fewer"], {"allow_fewer": True}),
+    (["--include", "lm_head", "--include", "*.router"], {"include": ("lm_head", "*.router")}),
+    (["--exclude", "*.down_proj", "--exclude", "*.0.*"], {"exclude": ("*.down_proj", "*.0.*")}),
+    (["--seed", "7"], {"seed": 7}),
+    (["--capture", "passes"], {"capture": "passes"}),
+    (["--trust-remote-code"], {"trust_remote_code": True}),
+]
+
+
+@pytest.mark.parametrize("command", [["plan", "m"], ["quantize", "m", "out"]], ids=["plan", "quantize"])
+@pytest.mark.parametrize(("arguments", "changed"), OPTIONS, ids=[" ".join(option) for option, _ in OPTIONS])
+def test_each_option_changes_its_setting_and_no_other(pipeline, command, arguments, changed):
+    assert cli.main([*command, *arguments]) == 0
+    assert pipeline.asked["config"] == replace(Config(), **changed)
+
+
+def test_every_setting_has_an_option():
+    tested = {name for _, changed in OPTIONS for name in changed}
+    assert tested == {field.name for field in fields(Config)} - WITHOUT_OPTION
+
+
+@pytest.mark.parametrize("command", [["plan", "m"], ["quantize", "m", "out"]], ids=["plan", "quantize"])
+def test_defaults_are_the_configs(pipeline, command):
+    assert cli.main(command) == 0
+    assert pipeline.asked["config"] == Config()
+
+
+def test_quantize_passes_model_out_and_calibration(pipeline):
+    assert cli.main(["quantize", "org/model", "some/out", "--calibration", "hub:a/b:c"]) == 0
+    del pipeline.asked["config"]
+    assert pipeline.asked == {"model": "org/model", "out": Path("some/out"), "calibration": "hub:a/b:c"}
+
+
+def test_plan_takes_the_options_of_quantize(pipeline):
+    assert cli.main(["plan", "m", "--calibration", "text.txt", "--num-windows", "4"]) == 0
+    assert pipeline.asked == {"model": "m", "config": Config(num_windows=4)}
+
+
+def test_evaluate_passes_every_option(pipeline):
+    options = ["--against", "base", "--text", "t.txt", "--num-windows", "4", "--window-length", "64"]
+    assert cli.main(["evaluate", "m", *options, "--trust-remote-code"]) == 0
+    assert pipeline.asked == {
+        "model": "m",
+        "against": "base",
+        "text": "t.txt",
+        "num_windows": 4,
+        "window_length": 64,
+        "trust_remote_code": True,
+    }
+
+
+def test_evaluate_defaults(pipeline):
+    assert cli.main(["evaluate", "m"]) == 0
+    assert (pipeline.asked["num_windows"], pipeline.asked["window_length"]) == (None, 2048)
+    assert pipeline.asked["against"] is None
+    assert pipeline.asked["text"] is None
+    assert pipeline.asked["trust_remote_code"] is False
+
+
+def test_inspect_passes_the_directory(pipeline):
+    assert cli.main(["inspect", "some/dir"]) == 0
+    assert pipeline.asked == {"directory": Path("some/dir")}
+
+
+@pytest.mark.parametrize("name", ["make_plan", "quantize", "evaluate", "inspect"])
+def test_the_fake_pipeline_takes_what_the_real_one_takes(request, name):
+    from hessquant import pipeline as real
+
+    fake = request.getfixturevalue("pipeline")
+    ours = {
+        key: (value.kind, value.default) for key, value in inspect.signature(getattr(fake, name)).parameters.items()
+    }
+    theirs = inspect.signature(getattr(real, name)).parameters.items()
+    assert ours == {key: (value.kind, value.default) for key, value in theirs}

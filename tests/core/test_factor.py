@@ -1,0 +1,77 @@
+import pytest
+from hypothesis import given, settings
+
+import torch
+from hessquant.core.factor import LARGEST_DAMPING, factorize
+from hessquant.core.obq import damped
+from hessquant.errors import FactorizationError, NonFiniteError
+from tests.problems import ORDERS, layers, random_layer
+
+
+@settings(max_examples=40, deadline=None)
+@given(layers(), ORDERS)
+def test_the_factor_is_lower_triangular_and_squares_to_the_damped_hessian(layer, order):
+    _, hessian, spec = layer
+    factor = factorize(hessian, damping=0.05, order=order, group_width=spec.width(len(hessian)))
+    expected = damped(hessian, 0.05)[factor.order][:, factor.order]
+    torch.testing.assert_close(factor.lower.T @ factor.lower, expected, rtol=1e-9, atol=1e-9)
+    assert torch.equal(factor.lower, factor.lower.tril())
+    assert (factor.lower.diagonal() > 0).all()
+    assert (factor.attempts, factor.damping_used) == (1, 0.05)
+
+
+def test_importance_is_the_factors_squared_diagonal_in_the_columns_own_order():
+    _, hessian = random_layer(1, 8, 0)
+    factor = factorize(hessian, damping=0.01, order="activation", group_width=8)
+    for visit, column in enumerate(factor.order.tolist()):
+        assert factor.importance[column] == factor.lower[visit, visit] ** 2
+
+
+def test_one_vector_repeated_raises_damping_step_by_step_and_says_so():
+    # CASES A2: a Hessian of rank one.
+    vector = torch.randn(256, generator=torch.Generator().manual_seed(0))
+    hessian = torch.outer(vector, vector).double()
+    factor = factorize(hessian, damping=0.0, order="natural", group_width=256)
+    assert factor.attempts > 1
+    assert 0 < factor.damping_used <= 1e-4
+    assert torch.isfinite(factor.lower).all()
+
+
+def test_damping_that_is_enough_is_not_raised():
+    vector = torch.randn(1024, generator=torch.Generator().manual_seed(0)).double()
+    factor = factorize(torch.outer(vector, vector), damping=1e-4, order="activation", group_width=1024)
+    assert (factor.attempts, factor.damping_used) == (1, 1e-4)
+
+
+def test_a_matrix_that_is_no_gram_matrix_is_refused_after_the_largest_damping():
+    hessian = torch.tensor([[1.0, 9.0], [9.0, 1.0]])
+    with pytest.raises(FactorizationError, match=f"damping {LARGEST_DAMPING:g}"):
+        factorize(hessian, damping=0.01, order="natural", group_width=2)
+
+
+def test_nan_is_refused_with_its_channel_and_never_met_with_damping():
+    hessian = torch.eye(4)
+    hessian[2, 2] = float("nan")
+    with pytest.raises(NonFiniteError, match="channel 2"):
+        factorize(hessian, damping=0.01, order="natural", group_width=4)
+
+
+def test_dead_columns_are_marked_and_count_as_average_ones():
+    hessian = torch.diag(torch.tensor([1.0, 0.0, 3.0, 0.0]))
+    factor = factorize(hessian, damping=0.0, order="activation", group_width=4)
+    assert factor.dead.tolist() == [False, True, False, True]
+    assert factor.importance.tolist() == pytest.approx([1.0, 2.0, 3.0, 2.0])
+    assert factor.order.tolist() == [2, 0, 1, 3]
+
+
+def test_a_hessian_of_zeros_can_be_factored():
+    factor = factorize(torch.zeros(3, 3), damping=0.01, order="natural", group_width=3)
+    assert factor.dead.all()
+    assert torch.isfinite(factor.lower).all()
+
+
+def test_the_hessian_is_left_as_it_was():
+    _, hessian = random_layer(1, 6, 1)
+    before = hessian.clone()
+    factorize(hessian, damping=0.1, order="activation", group_width=6)
+    assert torch.equal(hessian, before)

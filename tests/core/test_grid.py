@@ -1,0 +1,93 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import torch
+from hessquant.core.grid import Grid, GridSpec, count_degenerate, decode, encode, min_max, smallest_scale
+from hessquant.errors import GridError
+from tests.problems import layers
+
+
+@settings(max_examples=80, deadline=None)
+@given(layers())
+def test_encoding_takes_the_nearest_value_of_the_grid(layer):
+    weight, _, spec = layer
+    grid = min_max(weight, spec)
+    levels = torch.arange(spec.top + 1, dtype=torch.uint8)
+    error = (weight - decode(encode(weight, grid), grid, torch.float64)).abs()
+    for level in levels:
+        constant = torch.full(weight.shape, int(level), dtype=torch.uint8)
+        assert (error <= (weight - decode(constant, grid, torch.float64)).abs() + 1e-12).all()
+
+
+@settings(max_examples=80, deadline=None)
+@given(layers())
+def test_values_of_the_grid_encode_to_themselves(layer):
+    weight, _, spec = layer
+    grid = min_max(weight, spec)
+    codes = encode(weight, grid)
+    assert torch.equal(encode(decode(codes, grid, torch.float64), grid), codes)
+
+
+@settings(max_examples=80, deadline=None)
+@given(layers())
+def test_scales_are_finite_positive_and_of_the_stored_dtype_and_zeros_are_codes(layer):
+    weight, _, spec = layer
+    grid = min_max(weight, spec)
+    assert grid.scales.dtype == spec.scale_dtype
+    assert torch.isfinite(grid.scales).all()
+    assert (grid.scales > 0).all()
+    assert (grid.zeros <= spec.top).all()
+
+
+def test_groups_of_zeros_dequantize_to_exact_zeros_and_tiny_ones_keep_a_positive_scale():
+    # CASES A6.
+    weight = torch.randn(16, 128, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16).float()
+    weight[0:4] = 0
+    weight[4:8] *= 1e-7
+    weight[8, 32:64] = 0
+    for symmetric in (True, False):
+        spec = GridSpec(bits=4, symmetric=symmetric, group_size=32)
+        grid = min_max(weight, spec)
+        values = decode(encode(weight, grid), grid)
+        assert (grid.scales > 0).all()
+        assert torch.isfinite(grid.scales).all()
+        assert torch.isfinite(values).all()
+        assert not values[0:4].any()
+        assert not values[8, 32:64].any()
+        assert (values[4:8] - weight[4:8]).abs().max() <= weight[4:8].abs().max()
+        zero_groups, tiny_groups = count_degenerate(weight, spec)
+        assert (zero_groups, tiny_groups) == (17, 16)
+
+
+def test_a_tiny_group_is_kept_where_float16_has_subnormal_scales():
+    weight = torch.tensor([[3e-6, -1e-6, 2e-6, 0.0]])
+    grid = min_max(weight, GridSpec(bits=4))
+    assert grid.scales.item() < torch.finfo(torch.float16).smallest_normal
+    assert (decode(encode(weight, grid), grid) - weight).abs().max() < 4e-7
+
+
+def test_a_scale_that_overflows_float16_is_refused():
+    with pytest.raises(GridError, match=r"does not fit torch\.float16.*1e\+06"):
+        min_max(torch.tensor([[1e6, 0.0]]), GridSpec(bits=4))
+
+
+def test_a_group_size_that_does_not_divide_is_refused():
+    with pytest.raises(GridError, match="group size 128 does not divide 96 inputs"):
+        min_max(torch.zeros(1, 96), GridSpec(group_size=128))
+
+
+@given(st.integers(2, 8))
+def test_a_symmetric_grid_holds_zero_and_uses_every_code(bits):
+    spec = GridSpec(bits=bits)
+    grid = Grid(spec, torch.ones(1, 1, dtype=torch.float16), torch.full((1, 1), spec.middle, dtype=torch.uint8))
+    codes = torch.arange(spec.top + 1, dtype=torch.uint8).unsqueeze(0)
+    values = decode(codes, grid)
+    assert values.min() == -(2 ** (bits - 1))
+    assert values.max() == 2 ** (bits - 1) - 1
+    assert values[0, spec.middle] == 0
+
+
+def test_smallest_scales_survive_float32_arithmetic():
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        assert torch.tensor(smallest_scale(dtype)).to(dtype).float().item() > 0

@@ -1,0 +1,75 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import torch
+from hessquant.core import hessian
+from hessquant.core.hessian import HessianStatistics
+from hessquant.errors import NonFiniteError
+from tests.problems import correlated_inputs
+
+
+def collected(parts, weights=None):
+    statistics = HessianStatistics.empty(parts[0].shape[1], parts[0].dtype)
+    for index, part in enumerate(parts):
+        statistics = hessian.add(statistics, part, None if weights is None else weights[index])
+    return statistics
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 900), st.integers(0, 99))
+def test_the_mean_is_the_gram_matrix_over_tokens_at_every_tiling(columns, seed):
+    inputs = correlated_inputs(5, columns, seed)
+    expected = torch.einsum("ni,nj->ij", inputs, inputs) / 5
+    torch.testing.assert_close(hessian.hessian(collected([inputs])), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_it_is_exactly_symmetric():
+    mean = hessian.hessian(collected([correlated_inputs(50, 800, 1, torch.float32)]))
+    assert torch.equal(mean, mean.T)
+
+
+def test_batches_and_machines_give_the_same_statistics():
+    inputs = correlated_inputs(60, 16, 2)
+    whole = collected([inputs])
+    batched = collected(list(inputs.split(7)))
+    merged = hessian.merge(collected([inputs[:20]]), collected([inputs[20:]]))
+    for other in (batched, merged):
+        torch.testing.assert_close(hessian.hessian(other), hessian.hessian(whole))
+        assert (other.token_count, other.weight_sum) == (60, 60.0)
+
+
+def test_a_token_of_weight_two_counts_twice():
+    inputs = correlated_inputs(3, 4, 3)
+    weights = torch.tensor([2.0, 1.0, 0.0])
+    weighted = collected([inputs], [weights])
+    repeated = collected([inputs[[0, 0, 1]]])
+    torch.testing.assert_close(hessian.hessian(weighted), hessian.hessian(repeated))
+    assert (weighted.weight_sum, weighted.token_count) == (3.0, 3)
+
+
+def test_inputs_and_statistics_are_left_as_they_were():
+    inputs = correlated_inputs(5, 6, 4)
+    before, statistics = inputs.clone(), collected([inputs])
+    total = statistics.sum.clone()
+    hessian.add(statistics, inputs)
+    assert torch.equal(inputs, before)
+    assert torch.equal(statistics.sum, total)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_non_finite_input_is_refused_with_its_place(bad):
+    inputs = correlated_inputs(16, 8, 5, torch.float32)
+    inputs[11, 3] = bad
+    with pytest.raises(NonFiniteError, match="token 11, channel 3") as caught:
+        collected([inputs])
+    assert caught.value.place == (11, 3)
+
+
+def test_large_finite_inputs_are_not_taken_for_infinite_ones():
+    inputs = torch.full((4, 2), 3e38)
+    assert hessian.first_non_finite(inputs) is None
+
+
+def test_no_tokens_give_a_zero_hessian():
+    assert not hessian.hessian(HessianStatistics.empty(3)).any()

@@ -1,0 +1,143 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+
+import hessquant
+import torch
+from hessquant.config import Config
+from hessquant.core import gptq
+from hessquant.core.factor import factorize
+from hessquant.core.gptq import Kernels
+from hessquant.core.grid import GridSpec, QuantizedWeight, encode, min_max
+from hessquant.core.objective import loss
+from hessquant.errors import GridError, NonFiniteError
+from hessquant.kernels import twin
+from tests.problems import ORDERS, layers, loss_of, random_layer, swept
+
+TWIN = Kernels(twin.sweep_block, twin.search_scales)
+
+
+def solved(weight, hessian, spec, config):
+    factor = factorize(
+        hessian, damping=config.damping, order=config.order, group_width=spec.width(weight.shape[1])
+    )
+    return gptq.solve(weight, hessian, factor, spec, config, TWIN)
+
+
+@settings(max_examples=40, deadline=None)
+@given(layers(), ORDERS)
+def test_no_row_is_worse_than_round_to_nearest(layer, order):
+    weight, hessian, spec = layer
+    solution = solved(weight, hessian, spec, Config(order=order))
+    nearest = min_max(weight, spec)
+    for row in range(len(weight)):
+        one = slice(row, row + 1)
+        row_error = (weight - solution.weight.dequantize(torch.float64))[one]
+        nearest_error = (weight - QuantizedWeight(encode(weight, nearest), nearest).dequantize(torch.float64))[one]
+        assert loss(row_error, hessian) <= loss(nearest_error, hessian) * (1 + 1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(layers(), ORDERS)
+def test_the_reported_losses_are_those_of_the_weights(layer, order):
+    weight, hessian, spec = layer
+    solution = solved(weight, hessian, spec, Config(order=order))
+    assert solution.loss == pytest.approx(loss_of(solution.weight.codes, weight, hessian, solution.weight.grid))
+    nearest = min_max(weight, spec)
+    assert solution.rtn_loss == pytest.approx(loss_of(encode(weight, nearest), weight, hessian, nearest))
+    assert solution.output_energy == pytest.approx(torch.einsum("ri,ij,rj->", weight, hessian, weight).item())
+
+
+def test_searching_scales_lowers_the_loss():
+    weight, hessian = random_layer(32, 64, seed=2)
+    for symmetric in (True, False):
+        spec = GridSpec(bits=3, symmetric=symmetric, group_size=16)
+        found = solved(weight, hessian, spec, Config(scale_search=True))
+        plain = solved(weight, hessian, spec, Config(scale_search=False))
+        assert found.loss < 0.97 * plain.loss
+
+
+def test_dynamic_scales_over_one_group_per_row_are_the_static_ones():
+    weight, hessian = random_layer(8, 24, seed=3)
+    config = Config(order="natural", scales="dynamic", block_size=5)
+    dynamic = solved(weight, hessian, GridSpec(bits=4), config)
+    static = solved(weight, hessian, GridSpec(bits=4), replace(config, scales="static"))
+    assert torch.equal(dynamic.weight.codes, static.weight.codes)
+    assert torch.equal(dynamic.weight.grid.scales, static.weight.grid.scales)
+
+
+@pytest.mark.parametrize("order", ["natural", "group"])
+@pytest.mark.parametrize("search", [False, True])
+def test_dynamic_scales_fit_the_weights_as_gptq_sees_them(order, search):
+    # The definition, literally: at each group's first column the weights compensated so far decide its scales.
+    weight, hessian = random_layer(4, 12, seed=4)
+    spec = GridSpec(bits=4, group_size=4)
+    config = Config(order=order, scales="dynamic", scale_search=search, block_size=3)
+    result = solved(weight, hessian, spec, config).weight
+    factor = factorize(hessian, damping=0.01, order=order, group_width=4)
+    work, lower = weight.clone(), factor.lower
+    one_group = GridSpec(bits=4)
+    for start in range(0, 12, 4):
+        columns = factor.order[start : start + 4]
+        if search:
+            squares = lower.diagonal()[start : start + 4] ** 2
+            found = twin.search_scales(work[:, columns].T.contiguous(), squares, one_group, gptq.SHRINK_FACTORS)
+            scales = found[0][0]
+        else:
+            scales = min_max(work[:, columns], one_group).scales[:, 0]
+        assert torch.equal(result.grid.scales[:, columns[0] // 4], scales)
+        for visit in range(start, start + 4):
+            column = factor.order[visit]
+            value = result.dequantize(torch.float64)[:, column]
+            error = work[:, column] - value
+            # GPTQ's own update through the inverse of what is left of H.
+            left = factor.order[visit:]
+            inverse = torch.linalg.inv((lower.T @ lower)[visit:, visit:])
+            work[:, left] -= torch.outer(error / inverse[0, 0], inverse[0])
+
+
+def test_float32_loses_no_more_than_rounding_against_the_oracle():
+    weight, hessian = random_layer(64, 256, seed=5)
+    spec = GridSpec(bits=4, group_size=64)
+    single = hessquant.solve(weight.float(), hessian.float(), Config(group_size=64))
+    double = solved(weight, hessian, spec, Config(group_size=64))
+    assert single.loss == pytest.approx(double.loss, rel=2e-3)
+
+
+def test_inputs_are_left_as_they_were():
+    weight, hessian = random_layer(3, 8, seed=6)
+    before = weight.clone(), hessian.clone()
+    hessquant.solve(weight, hessian, Config(group_size=4))
+    assert torch.equal(weight, before[0])
+    assert torch.equal(hessian, before[1])
+
+
+def test_dead_columns_are_rounded_to_nearest_not_zeroed():
+    weight, hessian = random_layer(6, 12, seed=7)
+    dead = [2, 9]
+    hessian[dead] = 0
+    hessian[:, dead] = 0
+    spec = GridSpec(bits=4, group_size=4)
+    grid = min_max(weight, spec)
+    for order in ("natural", "activation", "group"):
+        codes = swept(weight, hessian, spec, order=order)
+        assert torch.equal(codes[:, dead], encode(weight, grid)[:, dead])
+
+
+def test_a_non_finite_weight_is_refused_with_its_place():
+    weight, hessian = random_layer(3, 4, seed=8)
+    weight[1, 2] = float("nan")
+    with pytest.raises(NonFiniteError, match="row 1, column 2"):
+        hessquant.solve(weight, hessian, Config(group_size=-1))
+
+
+def test_shapes_that_do_not_fit_are_refused_with_both_shapes():
+    with pytest.raises(GridError, match=r"\(2, 4\).*\(3, 3\)"):
+        hessquant.solve(torch.zeros(2, 4), torch.eye(3))
+
+
+def test_automatic_group_size_is_the_largest_that_divides():
+    for columns, width in ((256, 128), (192, 64), (96, 32), (40, 40)):
+        solution = hessquant.solve(torch.randn(2, columns), torch.eye(columns))
+        assert solution.weight.grid.scales.shape == (2, columns // width)

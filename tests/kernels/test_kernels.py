@@ -1,0 +1,72 @@
+"""The fused kernels against the plain twin: equal codes, not close ones."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import torch
+from hessquant.core.factor import factorize
+from hessquant.core.gptq import SHRINK_FACTORS, sweep
+from hessquant.core.grid import GridSpec, decode, encode, min_max
+from hessquant.kernels import cpu, twin
+from hessquant.kernels.dispatch import kernels_for
+from tests.problems import ORDERS, random_layer
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 150),
+    st.sampled_from([(64, 16), (60, 20), (96, 96)]),
+    ORDERS,
+    st.integers(2, 8),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.float64]),
+    st.integers(0, 999),
+)
+def test_the_fused_kernels_give_the_twins_codes_and_scales(rows, shape, order, bits, symmetric, dtype, seed):
+    columns, group_size = shape
+    weight, hessian = random_layer(rows, columns, seed)
+    weight = weight.to(dtype)
+    spec = GridSpec(bits=bits, symmetric=symmetric, group_size=group_size)
+    factor = factorize(hessian, damping=0.01, order=order, group_width=group_size)
+    importance = factor.importance.to(dtype)
+    fused = cpu.search_scales(weight.T.contiguous(), importance, spec, SHRINK_FACTORS)
+    plain = twin.search_scales(weight.T.contiguous(), importance, spec, SHRINK_FACTORS)
+    assert torch.equal(fused[0], plain[0])
+    assert torch.equal(fused[1], plain[1])
+    grid = min_max(weight, spec)
+    assert torch.equal(
+        sweep(weight, factor, grid, block_size=32, kernel=cpu.sweep_block),
+        sweep(weight, factor, grid, block_size=32, kernel=twin.sweep_block),
+    )
+
+
+def test_the_search_takes_the_candidate_with_the_least_weighted_error():
+    weight, _ = random_layer(5, 32, seed=1)
+    importance = torch.rand(32, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    spec = GridSpec(bits=3, group_size=8)
+    scales, _ = twin.search_scales(weight.T.contiguous(), importance, spec, SHRINK_FACTORS)
+
+    def losses(grid):
+        error = weight - decode(encode(weight, grid), grid, torch.float64)
+        return (importance * error**2).view(5, 4, 8).sum(-1)
+
+    plain = min_max(weight, spec)
+    candidates = []
+    for factor in SHRINK_FACTORS:
+        shrunk = type(plain)(spec, (plain.scales.double() * factor).to(torch.float16), plain.zeros)
+        candidates.append(losses(shrunk))
+    found = losses(type(plain)(spec, scales.T.contiguous(), plain.zeros))
+    best = torch.stack(candidates).amin(0)
+    # Candidates are rounded from the unrounded min-max scale, so the last bit may differ from the list above.
+    torch.testing.assert_close(found, best, rtol=0.02, atol=1e-6)
+    assert (found < losses(plain)).any()
+
+
+@pytest.mark.parametrize(("weights", "module"), [(1, twin), (1 << 20, cpu)])
+def test_dispatch_is_by_size_on_the_cpu(weights, module):
+    assert kernels_for(torch.device("cpu"), weights).sweep_block is module.sweep_block
+
+
+def test_other_devices_get_the_plain_kernels():
+    assert kernels_for(torch.device("meta"), 1 << 20).search_scales is twin.search_scales
