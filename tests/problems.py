@@ -1,8 +1,11 @@
-"""Random layers with correlated inputs: on a diagonal Hessian GPTQ is round-to-nearest, and a test of it proves nothing."""
+"""Random layers with correlated inputs.
 
-from hypothesis import strategies as st
+On a diagonal Hessian GPTQ is round-to-nearest, and a test of it proves nothing.
+"""
 
 import torch
+from hypothesis import strategies as st
+
 from hessquant.core.factor import factorize
 from hessquant.core.gptq import sweep
 from hessquant.core.grid import GridSpec, decode, min_max

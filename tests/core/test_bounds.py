@@ -1,11 +1,11 @@
 import pytest
-
 import torch
+from tests.problems import loss_of, random_layer, swept
+
 from hessquant.core.bounds import expected_rtn_loss, expected_sweep_loss, order_free_floor
 from hessquant.core.factor import factorize
 from hessquant.core.grid import Grid, GridSpec, encode, min_max
 from hessquant.core.obq import damped
-from tests.problems import loss_of, random_layer, swept
 
 SPEC = GridSpec(bits=8, group_size=16, scale_dtype=torch.float32)
 

@@ -1,11 +1,11 @@
 import pytest
-from hypothesis import given, settings
-
 import torch
+from hypothesis import given, settings
+from tests.problems import ORDERS, layers, random_layer
+
 from hessquant.core.factor import LARGEST_DAMPING, factorize
 from hessquant.core.obq import damped
 from hessquant.errors import FactorizationError, NonFiniteError
-from tests.problems import ORDERS, layers, random_layer
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,11 +1,11 @@
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.problems import layers
 
-import torch
 from hessquant.core.grid import Grid, GridSpec, count_degenerate, decode, encode, min_max, smallest_scale
 from hessquant.errors import GridError
-from tests.problems import layers
 
 
 @settings(max_examples=80, deadline=None)

@@ -1,12 +1,12 @@
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.problems import correlated_inputs
 
-import torch
 from hessquant.core import hessian
 from hessquant.core.hessian import HessianStatistics
 from hessquant.errors import NonFiniteError
-from tests.problems import correlated_inputs
 
 
 def collected(parts, weights=None):

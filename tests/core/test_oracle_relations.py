@@ -1,16 +1,16 @@
 """The relations of DESIGN section 2, on correlated Hessians, in float64, by hypothesis."""
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.problems import ORDERS, layers, loss_of, random_layer, swept
 
-import torch
 from hessquant.core.factor import factorize
-from hessquant.core.grid import Grid, GridSpec, QuantizedWeight, encode, min_max
 from hessquant.core.gptq import sweep
+from hessquant.core.grid import Grid, GridSpec, QuantizedWeight, encode, min_max
 from hessquant.core.obq import damped, gptq_reference, obq
 from hessquant.kernels import twin
-from tests.problems import ORDERS, layers, loss_of, random_layer, swept
 
 relation = settings(max_examples=60, deadline=None)
 
@@ -56,9 +56,7 @@ def test_permuting_rows_permutes_codes(layer, order, random):
     weight, hessian, spec = layer
     rows = list(range(len(weight)))
     random.shuffle(rows)
-    assert torch.equal(
-        swept(weight[rows], hessian, spec, order=order), swept(weight, hessian, spec, order=order)[rows]
-    )
+    assert torch.equal(swept(weight[rows], hessian, spec, order=order), swept(weight, hessian, spec, order=order)[rows])
 
 
 @relation

@@ -1,9 +1,9 @@
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
-import torch
-from hessquant.core.order import column_order
 from tests.problems import ORDERS
+
+from hessquant.core.order import column_order
 
 
 @given(st.integers(1, 5), st.integers(1, 6), ORDERS, st.integers(0, 999))

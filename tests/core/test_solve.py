@@ -1,10 +1,11 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
+from tests.problems import ORDERS, layers, loss_of, random_layer, swept
 
 import hessquant
-import torch
 from hessquant.config import Config
 from hessquant.core import gptq
 from hessquant.core.factor import factorize
@@ -13,15 +14,12 @@ from hessquant.core.grid import GridSpec, QuantizedWeight, encode, min_max
 from hessquant.core.objective import loss
 from hessquant.errors import GridError, NonFiniteError
 from hessquant.kernels import twin
-from tests.problems import ORDERS, layers, loss_of, random_layer, swept
 
 TWIN = Kernels(twin.sweep_block, twin.search_scales)
 
 
 def solved(weight, hessian, spec, config):
-    factor = factorize(
-        hessian, damping=config.damping, order=config.order, group_width=spec.width(weight.shape[1])
-    )
+    factor = factorize(hessian, damping=config.damping, order=config.order, group_width=spec.width(weight.shape[1]))
     return gptq.solve(weight, hessian, factor, spec, config, TWIN)
 
 

@@ -1,16 +1,16 @@
 """The fused kernels against the plain twin: equal codes, not close ones."""
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.problems import ORDERS, random_layer
 
-import torch
 from hessquant.core.factor import factorize
 from hessquant.core.gptq import SHRINK_FACTORS, sweep
 from hessquant.core.grid import GridSpec, decode, encode, min_max
 from hessquant.kernels import cpu, twin
 from hessquant.kernels.dispatch import kernels_for
-from tests.problems import ORDERS, random_layer
 
 
 @settings(max_examples=25, deadline=None)

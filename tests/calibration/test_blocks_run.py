@@ -1,0 +1,276 @@
+"""Running blocks: forward once, early-stopping passes, and what they collect."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from hessquant.calibration.batches import batches_of
+from hessquant.calibration.collect import Stop
+from hessquant.calibration.forward_once import run_block_once
+from hessquant.calibration.passes import run_block_in_passes
+from hessquant.calibration.prelude import BatchState, BlockArguments, record_arguments
+from hessquant.core.hessian import hessian
+from hessquant.errors import CaptureError, NonFiniteError
+from hessquant.records import TokenWindow
+
+RUNS = pytest.mark.parametrize("run_block", [run_block_once, run_block_in_passes])
+BLOCK = "model.layers.0"
+LLAMA_STOPS = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("self_attn.o_proj",),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.down_proj",),
+)
+
+
+def llama():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=97,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+
+
+def some_windows(lengths=(12,) * 6):
+    generator = torch.Generator().manual_seed(1)
+    return [TokenWindow(tuple(torch.randint(0, 97, (n,), generator=generator).tolist())) for n in lengths]
+
+
+def states_of(model, windows, tokens_per_batch=24):
+    return record_arguments(
+        model, ["model.layers.0", "model.layers.1"], [False, False], batches_of(windows, tokens_per_batch)
+    )
+
+
+def stops_of(block=BLOCK):
+    return tuple(Stop(tuple(f"{block}.{name}.weight" for name in names)) for names in LLAMA_STOPS)
+
+
+class Halving:
+    """Stands in for the solver: notes the Hessian and halves the weights, so that later inputs change."""
+
+    def __init__(self, parameters):
+        self.parameters, self.hessians, self.tokens = parameters, {}, {}
+
+    def __call__(self, members, statistics):
+        self.hessians[members[0]] = hessian(statistics)
+        self.tokens[members[0]] = statistics.token_count
+        for name in members:
+            self.parameters[name].mul_(0.5)
+
+
+def collect(run_block, model, windows):
+    states = states_of(model, windows)
+    solver = Halving(dict(model.named_parameters()))
+    run_block(model.get_submodule(BLOCK), 0, states, stops_of(), solver.parameters, solver)
+    return solver, states
+
+
+def reference_hessians(model, windows):
+    """The usual procedure with hooks on the modules: a whole pass per stop, weights before it already changed."""
+    found = {}
+    for stop in stops_of():
+        inputs = []
+        module = model.get_submodule(stop.leader.removesuffix(".weight"))
+        hook = module.register_forward_pre_hook(lambda _, args, inputs=inputs: inputs.append(args[0].flatten(0, 1)))
+        for window in windows:
+            model(input_ids=torch.tensor([window.ids]), use_cache=False)
+        hook.remove()
+        rows = torch.cat(inputs).double()
+        found[stop.leader] = rows.T @ rows / len(rows)
+        for name in stop.members:
+            dict(model.named_parameters())[name].mul_(0.5)
+    return found
+
+
+@RUNS
+def test_hessians_are_those_of_a_full_pass_per_stop_with_hooks(run_block):
+    windows = some_windows()
+    with torch.no_grad():
+        expected = reference_hessians(llama(), windows)
+    solver, _ = collect(run_block, llama(), windows)
+    assert list(solver.hessians) == [stop.leader for stop in stops_of()]
+    for name, value in expected.items():
+        torch.testing.assert_close(solver.hessians[name].double(), value, rtol=1e-4, atol=1e-6)
+        assert solver.tokens[name] == 72
+
+
+def test_once_and_passes_agree_to_the_bit():
+    once, once_states = collect(run_block_once, llama(), some_windows())
+    passes, passes_states = collect(run_block_in_passes, llama(), some_windows())
+    for name, value in once.hessians.items():
+        assert torch.equal(value, passes.hessians[name])
+    for first, second in zip(once_states, passes_states, strict=True):
+        assert torch.equal(first.hidden, second.hidden)
+
+
+@RUNS
+def test_outputs_are_those_of_the_quantized_block(run_block):
+    model, windows = llama(), some_windows()
+    before = states_of(model, windows)
+    _, states = collect(run_block, model, windows)
+    for state, old in zip(states, before, strict=True):
+        expected = model.get_submodule(BLOCK)(old.hidden, **old.arguments[0].kwargs)
+        assert torch.equal(state.hidden, expected)
+
+
+def test_recorded_arguments_replay_the_whole_model():
+    model, windows = llama(), some_windows((7, 12, 7))
+    for state in states_of(model, windows):
+        hidden = state.hidden
+        for index, arguments in enumerate(state.arguments):
+            hidden = arguments.call(model.get_submodule(f"model.layers.{index}"), hidden)
+        ids = torch.tensor([windows[index].ids for index in state.windows])
+        expected = model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states[-1]
+        assert torch.equal(model.model.norm(hidden), expected)
+
+
+def test_the_model_has_its_own_blocks_back_after_recording():
+    model = llama()
+    before = [id(block) for block in model.model.layers]
+    states_of(model, some_windows())
+    assert [id(block) for block in model.model.layers] == before
+
+
+def test_each_window_runs_once_and_the_count_says_so():
+    model, calls = llama(), []
+    block = model.get_submodule(BLOCK)
+    block.register_forward_pre_hook(lambda _, args: calls.append(args[0].shape[0]))
+    states = states_of(model, some_windows())
+    solver = Halving(dict(model.named_parameters()))
+    forwards = run_block_once(block, 0, states, stops_of(), solver.parameters, solver)
+    assert sum(calls) == 6 * forwards == 6
+    calls.clear()
+    forwards = run_block_in_passes(block, 0, states_of(model, some_windows()), stops_of(), solver.parameters, solver)
+    assert sum(calls) == 6 * forwards == 30
+
+
+def test_windows_of_any_length_are_never_padded_and_every_token_counts_once():
+    # CASES A5: lengths 5, 17, 33, 64 in one go, or one by one, or in batches: the same Hessians, 119 tokens.
+    windows = some_windows((5, 17, 33, 64, 17, 5))
+    together = {}
+    for tokens_per_batch in (1, 34, 4096):
+        model = llama()
+        states = states_of(model, windows, tokens_per_batch)
+        solver = Halving(dict(model.named_parameters()))
+        run_block_once(model.get_submodule(BLOCK), 0, states, stops_of(), solver.parameters, solver)
+        together[tokens_per_batch] = solver
+    for solver in together.values():
+        assert set(solver.tokens.values()) == {5 + 17 + 33 + 64 + 17 + 5}
+        for name, value in solver.hessians.items():
+            torch.testing.assert_close(value, together[1].hessians[name], rtol=1e-4, atol=1e-6)
+
+
+def test_batches_hold_windows_of_one_length_and_all_of_them():
+    windows = some_windows((5, 8, 5, 5, 8))
+    batches = batches_of(windows, 10)
+    assert [batch.windows for batch in batches] == [(0, 2), (3,), (1,), (4,)]
+    for batch in batches:
+        assert batch.ids.tolist() == [list(windows[index].ids) for index in batch.windows]
+
+
+@RUNS
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_one_bad_window_is_named_with_its_layer_and_channel(run_block, bad):
+    # CASES A1: sample 7 of 16.
+    model = llama()
+    states = states_of(model, some_windows((32,) * 16), tokens_per_batch=96)
+    state = next(state for state in states if 7 in state.windows)
+    state.hidden[state.windows.index(7), 5, 3] = bad
+    solver = Halving(dict(model.named_parameters()))
+    with pytest.raises(NonFiniteError, match=r"q_proj\.weight: the input is nan in calibration window 7, token 5") as e:
+        run_block(model.get_submodule(BLOCK), 0, states, stops_of(), solver.parameters, solver)
+    assert "channel" in str(e.value)
+    assert "damping does not help" in str(e.value)
+    assert not solver.hessians
+
+
+class Routed(torch.nn.Module):
+    """A block whose second weight is reached only by batches with a positive first element."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(4, 4, bias=False)
+        self.rare = torch.nn.Linear(4, 4, bias=False)
+        self.last = torch.nn.Linear(4, 4, bias=False)
+
+    def forward(self, hidden):
+        hidden = hidden + self.first(hidden)
+        if hidden.flatten()[0] > 0:
+            hidden = self.rare(hidden)
+        return (self.last(hidden),)
+
+
+def routed_states(signs):
+    nothing = (BlockArguments((), {}, False),)
+    return [BatchState(torch.full((1, 3, 4), float(sign)), nothing, (index,)) for index, sign in enumerate(signs)]
+
+
+@RUNS
+def test_a_batch_that_skips_a_weight_does_not_hold_up_the_others(run_block):
+    torch.manual_seed(0)
+    block = Routed().requires_grad_(False)
+    block.first.weight.zero_()
+    stops = tuple(Stop((f"{name}.weight",)) for name in ("first", "rare", "last"))
+    solver = Halving(dict(block.named_parameters()))
+    run_block(block, 0, routed_states([1, -1, 2]), stops, solver.parameters, solver)
+    assert solver.tokens == {"first.weight": 9, "rare.weight": 6, "last.weight": 9}
+
+
+@RUNS
+def test_a_weight_that_no_batch_reaches_is_an_error_that_names_it(run_block):
+    block = Routed().requires_grad_(False)
+    block.first.weight.zero_()
+    stops = tuple(Stop((f"{name}.weight",)) for name in ("first", "rare", "last"))
+    solver = Halving(dict(block.named_parameters()))
+    with pytest.raises(CaptureError, match=r"rare\.weight"):
+        run_block(block, 0, routed_states([-1, -2]), stops, solver.parameters, solver)
+
+
+@RUNS
+def test_weights_planned_to_share_inputs_that_do_not_are_an_error(run_block):
+    model = llama()
+    wrong = (Stop((f"{BLOCK}.self_attn.q_proj.weight", f"{BLOCK}.mlp.up_proj.weight")),)
+    solver = Halving(dict(model.named_parameters()))
+    with pytest.raises(CaptureError, match=r"up_proj\.weight was planned to see the same inputs"):
+        run_block(model.get_submodule(BLOCK), 0, states_of(model, some_windows()), wrong, solver.parameters, solver)
+
+
+def test_an_error_in_the_solver_ends_every_batch_and_leaves_torch_usable():
+    model = llama()
+
+    def fail(members, statistics):
+        raise RuntimeError("solver")
+
+    with pytest.raises(RuntimeError, match="solver"):
+        run_block_once(
+            model.get_submodule(BLOCK),
+            0,
+            states_of(model, some_windows()),
+            stops_of(),
+            dict(model.named_parameters()),
+            fail,
+        )
+    assert torch.overrides._get_current_function_mode_stack() == []
+    solver, _ = collect(run_block_once, llama(), some_windows())
+    assert len(solver.hessians) == 4
+
+
+def test_a_model_that_repeats_its_blocks_is_refused():
+    model = llama()
+    looped = copy.copy(model)
+    original = model.model.forward
+    looped.forward = lambda input_ids, use_cache: original(
+        inputs_embeds=model.model.layers[0](model.model.embed_tokens(input_ids)), use_cache=use_cache
+    )
+    with pytest.raises(CaptureError, match="blocks were called"):
+        record_arguments(looped, ["model.layers.0", "model.layers.1"], [False, False], batches_of(some_windows(), 99))
