@@ -44,6 +44,7 @@ from hessquant.records import (
     Target,
     TokenWindow,
 )
+from hessquant.report.html import PAGE_NAME, to_html
 from hessquant.report.json_report import REPORT_NAME, to_json
 from hessquant.run.solve import TargetSolver, degradations
 
@@ -93,7 +94,7 @@ def quantize(
         on_plan: Called with the plan before any work.
 
     Returns:
-        The report, which is also in `out` as hessquant-report.json.
+        The report, which is also in `out` as hessquant-report.json and as a page, hessquant-report.html.
 
     Raises:
         RefusedError: Before any work, if the job cannot be done as asked.
@@ -138,8 +139,9 @@ def quantize(
         verified_tensors=verified,
         environment=_environment(),
     )
-    with replacing(out / REPORT_NAME) as stream:
-        stream.write(to_json(report).encode())
+    for name, text in ((REPORT_NAME, to_json(report)), (PAGE_NAME, to_html(report))):
+        with replacing(out / name) as stream:
+            stream.write(text.encode())
     return report
 
 

@@ -140,7 +140,7 @@ class CalibrationRecord:
         source: `builtin`, a file name, or a hub id. Never a path with folders.
         windows: Windows used.
         tokens: Tokens in them.
-        tokens_available: Tokens the text held.
+        tokens_available: Tokens of the text that was read.
         digest: SHA-256 over the token ids, so that two runs can be compared.
     """
 

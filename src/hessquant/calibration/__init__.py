@@ -1,0 +1,1 @@
+"""Text -> token windows; windows -> what each weight is multiplied with."""

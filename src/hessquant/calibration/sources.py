@@ -115,14 +115,12 @@ def _json_object(line: bytes, place: str) -> dict[str, Any]:
 
 def _content(row: Mapping[str, Any], place: str, column: str | None = None) -> str | list[Message]:
     """The text or the conversation in a row: `column` if it is given, else "messages", else "text"."""
-    default = column is None
+    needed = "'text' or 'messages'" if column is None else repr(column)
     if column is None:
         column = "messages" if "messages" in row else "text"
     if column not in row:
         found = ", ".join(map(repr, row)) or "nothing"
-        raise CalibrationError(
-            f"{place}: found {found}, needs {column!r}{' or ' + repr('messages') if default else ''}"
-        )
+        raise CalibrationError(f"{place}: found {found}, needs {needed}")
     content = row[column]
     if isinstance(content, str):
         return content

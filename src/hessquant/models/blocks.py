@@ -39,7 +39,7 @@ def _outermost_lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.M
 
 def _holds_blocks(modules: nn.ModuleList) -> bool:
     return len(modules) > 0 and all(
-        any(weight.ndim >= 2 for weight in module.parameters())
+        next(module.children(), None) is not None and any(weight.ndim >= 2 for weight in module.parameters())
         for module in modules
     )
 

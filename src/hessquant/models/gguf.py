@@ -75,6 +75,8 @@ def _convert(file: Path, directory: Path) -> None:
     with quiet(), contextlib.redirect_stderr(io.StringIO()):
         try:
             config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+            # The reader keeps the file's title there, which means nothing to anybody.
+            vars(config).pop("_model_name_or_path", None)
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
             with torch.device("meta"):
                 model = from_config(config)
@@ -89,8 +91,6 @@ def _convert(file: Path, directory: Path) -> None:
         tensors = parsed["tensors"]
         dtype = _storage_dtype(tensors)
         _fill(model, {name: tensors.pop(name).to(dtype) for name in list(tensors)}, file.name)
-        model.config.dtype = dtype
-        model.config.name_or_path = ""
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
 
