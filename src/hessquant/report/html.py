@@ -18,6 +18,9 @@ from hessquant.report.figures import (
 )
 from hessquant.report.units import format_bytes, format_percent, format_ratio, format_seconds
 
+PAGE_NAME = "hessquant-report.html"
+"""File name of the page within an output directory."""
+
 _ROWS_SHOWN = 2000
 
 

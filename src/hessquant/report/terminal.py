@@ -12,6 +12,7 @@ from rich.text import Text
 
 from hessquant.records import Evaluation, Inspection, LayerRecord, Plan, RunReport, Target
 from hessquant.report.figures import by_kind, kind, kind_labels, notes, relative_output_error, totals, worst
+from hessquant.report.html import PAGE_NAME
 from hessquant.report.json_report import REPORT_NAME
 from hessquant.report.units import format_bytes, format_percent, format_range, format_ratio, format_seconds
 
@@ -209,6 +210,7 @@ def _run_facts(report: RunReport, out: Path) -> Table:
         ("Forward passes", f"{report.forwards_per_block:g} per block and window"),
         ("Checkpoint", str(out)),
         ("Report", str(out / REPORT_NAME)),
+        ("Page", str(out / PAGE_NAME)),
     )
 
 
