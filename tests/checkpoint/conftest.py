@@ -1,0 +1,130 @@
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from hessquant.checkpoint.reader import CheckpointReader
+from hessquant.checkpoint.writer import write_checkpoint
+from hessquant.config import Config
+from hessquant.core.grid import GridSpec, QuantizedWeight, encode, min_max
+from hessquant.records import Plan, Target, Untouched
+
+SIDECARS = {
+    "tokenizer.json": b'{"model": {}}',
+    "chat_template.jinja": b"{{ messages }}\r\n",
+    "modeling_custom.py": b"x = 1\n",
+    "LICENSE": b"\xff\xfe not utf-8",
+    "processor/vocab.txt": b"a\nb\n",
+}
+LEFT_BEHIND = ("pytorch_model.bin", "model.gguf", "onnx/model.onnx", "model.old.index.json", ".git/HEAD", ".hidden")
+
+
+@dataclass
+class Case:
+    """A source, and everything the writer is given for it."""
+
+    source: Path
+    out: Path
+    plan: Plan
+    config: Config
+    quantized: dict[str, QuantizedWeight]
+    sidecars = SIDECARS
+    left_behind = LEFT_BEHIND
+
+    def write(self, **changes):
+        with CheckpointReader(self.source) as reader:
+            options = {"version": "0.1.0"} | changes
+            return write_checkpoint(self.out, reader, self.source, self.plan, self.config, self.quantized, **options)
+
+
+@pytest.fixture(scope="session")
+def qwen2(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("qwen2")
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=97,
+        tie_word_embeddings=True,
+    )
+    model = Qwen2ForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):
+            torch.nn.init.normal_(parameter)
+    model.to(torch.bfloat16).save_pretrained(directory)
+    for name, content in SIDECARS.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_bytes(content)
+    for name in LEFT_BEHIND:
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_bytes(b"left behind")
+    return directory
+
+
+def quantize(weight, spec):
+    grid = min_max(weight.float(), spec)
+    return QuantizedWeight(encode(weight.float(), grid), grid)
+
+
+def make_case(source, out, config=None):
+    config = config or Config(group_size=32)
+    spec = GridSpec(bits=config.bits, symmetric=config.symmetric, group_size=config.group_size)
+    targets, untouched, quantized = [], [], {}
+    with CheckpointReader(source) as reader:
+        for name, info in sorted(reader.tensors.items()):
+            if not name.endswith("_proj.weight"):
+                untouched.append(Untouched(name, info.shape, info.dtype, info.bytes, "not a target"))
+                continue
+            block = int(name.split(".")[2])
+            targets.append(
+                Target(name, block, *info.shape, config.bits, config.group_size, config.symmetric, False, name)
+            )
+            quantized[name] = quantize(reader.read(name), spec)
+    plan = Plan(
+        source="qwen2",
+        architecture="Qwen2ForCausalLM",
+        blocks=("model.layers.0", "model.layers.1"),
+        targets=tuple(targets),
+        untouched=tuple(untouched),
+        group_size=config.group_size,
+        bits_per_weight=4.5,
+        unquantized_share=0.1,
+        source_bytes=1,
+        output_bytes=1,
+        memory_bytes=1,
+        tensor_parallel=1,
+        servers=(),
+    )
+    return Case(source, out, plan, config, quantized)
+
+
+@pytest.fixture
+def case(qwen2, tmp_path):
+    return make_case(qwen2, tmp_path / "out")
+
+
+@pytest.fixture
+def make_asymmetric_case(qwen2, tmp_path):
+    return lambda: make_case(qwen2, tmp_path / "out", Config(group_size=32, symmetric=False))
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    """A sound source of two shards, to be damaged."""
+    directory = tmp_path / "sharded"
+    directory.mkdir()
+    weight_map = {}
+    for shard, names in {"a.safetensors": ("x", "y"), "b.safetensors": ("z",)}.items():
+        tensors = {name: torch.full((8, 8), float(ord(name))) for name in names}
+        save_file(tensors, directory / shard, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, shard)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (directory / "config.json").write_text('{"model_type": "llama"}')
+    return directory

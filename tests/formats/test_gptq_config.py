@@ -1,0 +1,203 @@
+import dataclasses
+import re
+
+import pytest
+from transformers import GPTQConfig
+
+from hessquant.config import Config
+from hessquant.errors import CheckpointError, SourceError
+from hessquant.formats.gptq_config import ModuleSettings, quantization_config, read_quantization_config
+from hessquant.records import Plan, Target, Untouched
+
+SHARED = {
+    "self_attn.k_proj": "self_attn.q_proj",
+    "self_attn.v_proj": "self_attn.q_proj",
+    "mlp.up_proj": "mlp.gate_proj",
+}
+PROJECTIONS = [
+    *(f"self_attn.{name}_proj" for name in "qkvo"),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+]
+
+
+def make_plan(skipped=(), blocks=2, group_size=32, bits=4, symmetric=True):
+    names = [f"model.layers.{block}" for block in range(blocks)]
+    targets, untouched = [], [Untouched("model.embed_tokens.weight", (97, 64), "F32", 1, "embedding")]
+    for block, prefix in enumerate(names):
+        untouched.append(Untouched(f"{prefix}.input_layernorm.weight", (64,), "F32", 1, "norm"))
+        for projection in PROJECTIONS:
+            name = f"{prefix}.{projection}"
+            if name in skipped:
+                untouched.append(Untouched(f"{name}.weight", (64, 64), "F32", 1, "excluded"))
+                continue
+            first = f"{prefix}.{SHARED.get(projection, projection)}.weight"
+            targets.append(Target(f"{name}.weight", block, 64, 64, bits, group_size, symmetric, False, first))
+    return Plan(
+        source="m",
+        architecture="LlamaForCausalLM",
+        blocks=tuple(names),
+        targets=tuple(targets),
+        untouched=tuple(untouched),
+        group_size=group_size,
+        bits_per_weight=4.5,
+        unquantized_share=0.1,
+        source_bytes=1,
+        output_bytes=1,
+        memory_bytes=1,
+        tensor_parallel=1,
+        servers=(),
+    )
+
+
+def test_the_config_says_exactly_what_the_file_holds():
+    assert quantization_config(make_plan(), Config(), "gptq", "0.1.0") == {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 32,
+        "desc_act": False,
+        "sym": True,
+        "lm_head": False,
+        "checkpoint_format": "gptq",
+        "pack_dtype": "int32",
+        "true_sequential": True,
+        "damp_percent": 0.01,
+        "static_groups": True,
+        "meta": {"quantizer": ["hessquant:0.1.0"]},
+    }
+
+
+@pytest.mark.parametrize("damping", [0, 1])
+def test_damping_that_transformers_refuses_is_left_out(damping):
+    described = quantization_config(make_plan(), Config(damping=damping), "gptq", "0")
+    assert "damp_percent" not in described
+    assert GPTQConfig.from_dict(described).bits == 4
+
+
+def test_modules_skipped_alike_in_all_blocks_are_named_both_ways():
+    skipped = {f"model.layers.{block}.mlp.down_proj" for block in range(2)}
+    described = quantization_config(make_plan(skipped), Config(), "gptq", "0")
+    assert described["dynamic"] == {
+        r"-:^model\.layers\.0\.mlp\.down_proj$": {},
+        r"-:^model\.layers\.1\.mlp\.down_proj$": {},
+    }
+    assert described["modules_in_block_to_quantize"] == [
+        ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        ["self_attn.o_proj"],
+        ["mlp.gate_proj", "mlp.up_proj"],
+    ]
+
+
+# The rules by which the two readers decide whether a module is quantized.
+def vllm_quantizes(described, module):
+    names = [name for group in described["modules_in_block_to_quantize"] for name in group]
+    skipped = any(re.match(key.removeprefix("-:"), module) for key in described["dynamic"])
+    return not skipped and any(name in module for name in names)
+
+
+def optimum_quantizes(described, module):
+    return any(module.endswith(name) for group in described["modules_in_block_to_quantize"] for name in group)
+
+
+@pytest.mark.parametrize(
+    "skipped",
+    [
+        {f"model.layers.{block}.mlp.down_proj" for block in range(12)},
+        {"model.layers.1.mlp.down_proj"},
+        {"model.layers.0.self_attn.o_proj", "model.layers.11.mlp.down_proj"},
+        {f"model.layers.3.{projection}" for projection in PROJECTIONS},
+    ],
+)
+def test_both_readers_find_exactly_the_quantized_modules(skipped):
+    plan = make_plan(skipped, blocks=12)
+    described = quantization_config(plan, Config(), "gptq", "0")
+    quantized = {target.name.removesuffix(".weight") for target in plan.targets}
+    for module in (f"{block}.{projection}" for block in plan.blocks for projection in PROJECTIONS):
+        assert vllm_quantizes(described, module) == (module in quantized)
+        assert optimum_quantizes(described, module) == (module in quantized)
+        assert (read_quantization_config(described).module(module) is not None) == (module in quantized)
+
+
+def test_names_that_are_part_of_a_skipped_name_are_written_in_full():
+    plan = make_plan(blocks=1)
+    router = Untouched("model.layers.0.extra.mlp.up_proj_router.weight", (4, 64), "F32", 1, "router")
+    plan = dataclasses.replace(plan, untouched=(*plan.untouched, router))
+    described = quantization_config(plan, Config(), "gptq", "0")
+    assert described["modules_in_block_to_quantize"][0][0] == "model.layers.0.self_attn.q_proj"
+    assert not vllm_quantizes(described, "model.layers.0.extra.mlp.up_proj_router")
+
+
+def test_blocks_of_different_kinds_are_all_named():
+    plan = make_plan({"model.layers.0.mlp.down_proj"}, blocks=2)
+    experts = [
+        dataclasses.replace(target, name=target.name.replace("mlp.", "mlp.experts.0."))
+        for target in plan.targets
+        if target.block == 1
+    ]
+    plan = dataclasses.replace(plan, targets=(*(t for t in plan.targets if t.block == 0), *experts))
+    described = quantization_config(plan, Config(), "gptq", "0")
+    for target in plan.targets:
+        assert vllm_quantizes(described, target.name.removesuffix(".weight"))
+        assert optimum_quantizes(described, target.name.removesuffix(".weight"))
+    assert not optimum_quantizes(described, "model.layers.0.mlp.down_proj")
+    assert ["mlp.experts.0.down_proj"] in described["modules_in_block_to_quantize"]
+
+
+def test_stacked_experts_left_alone_are_named_by_their_module():
+    experts = Untouched("model.layers.0.mlp.experts.gate_up_proj", (4, 64, 64), "F32", 1, "3-D")
+    plan = dataclasses.replace(make_plan(blocks=1), untouched=(experts,))
+    described = quantization_config(plan, Config(), "gptq", "0")
+    assert list(described["dynamic"]) == [r"-:^model\.layers\.0\.mlp\.experts$"]
+
+
+def test_a_target_with_other_settings_than_the_config_is_refused():
+    with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.q_proj\.weight: planned with .*\(8, 32, True\)"):
+        quantization_config(make_plan(bits=8), Config(bits=4), "gptq", "0")
+
+
+def test_what_is_written_is_read_back():
+    described = quantization_config(make_plan(symmetric=False), Config(symmetric=False), "gptq_v2", "0")
+    read = read_quantization_config(described)
+    assert read.checkpoint_format == "gptq_v2"
+    assert read.module("model.layers.0.mlp.up_proj") == ModuleSettings(4, 32, False)
+
+
+def test_foreign_overrides_apply_from_the_start_of_the_name_and_the_first_wins():
+    read = read_quantization_config(
+        {
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": 128,
+            "dynamic": {
+                r"-:model\.layers\.0\.": {},
+                r"+:.*\.down_proj": {"bits": 8},
+                r".*\.up_proj": {"group_size": 32},
+                r"layers": {"bits": 2},
+            },
+        }
+    )
+    assert read.checkpoint_format == "gptq"
+    assert read.module("model.layers.0.mlp.down_proj") is None
+    assert read.module("model.layers.1.mlp.down_proj") == ModuleSettings(8, 128, True)
+    assert read.module("model.layers.1.mlp.up_proj") == ModuleSettings(4, 32, True)
+    assert read.module("model.layers.1.mlp.gate_proj") == ModuleSettings(4, 128, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"quant_method": "awq"}, "quant_method is 'awq'"),
+        ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
+        ({"pack_dtype": "int8"}, "pack_dtype is 'int8'"),
+        ({"bits": None}, "bits is None"),
+        ({"bits": 5}, "bits is 5"),
+        ({"group_size": 0}, "group_size is 0"),
+        ({"group_size": "128"}, "group_size is '128'"),
+        ({"dynamic": {"+:(": {}}}, "not a regular expression"),
+        ({"dynamic": {"+:a": {"bits": 7}}}, r"\+:a: bits is 7"),
+        ({"dynamic": {"+:a": 8}}, r"'\+:a'"),
+        ({"dynamic": ["a"]}, "dynamic is a list"),
+    ],
+)
+def test_configs_without_a_meaning_are_refused(change, complaint):
+    with pytest.raises(SourceError, match=complaint):
+        read_quantization_config({"quant_method": "gptq", "bits": 4, "group_size": 128} | change)
