@@ -55,7 +55,7 @@ def logits(model):
         return load_for_evaluation(resolve(model), False)(input_ids=tokens(2)).logits
 
 
-def digests(directory, but=("hessquant-report.json",)):
+def digests(directory, but=("hessquant-report.json", "hessquant-report.html")):
     files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name not in but)
     return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
@@ -159,6 +159,17 @@ def test_rows_and_groups_of_zeros_stay_zero_and_are_counted(llama, tmp_path):
     assert not values[0:4].any()
     assert not values[8, 32:64].any()
     assert values[4:8].any()
+
+
+def test_a_tensor_that_the_model_class_does_not_know_is_copied_and_listed(llama, tmp_path):
+    state = load_file(f"{llama}/model.safetensors")
+    state["model.extra_head.weight"] = torch.randn(3, 5).to(torch.bfloat16)
+    save_file(state, f"{llama}/model.safetensors", metadata={"format": "pt"})
+    report = hessquant.quantize(llama, tmp_path / "out", hessquant.Config(group_size=32), calibration=[tokens()])
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(written["model.extra_head.weight"], state["model.extra_head.weight"])
+    listed = {tensor.name: tensor.reason for tensor in report.plan.untouched}
+    assert "unknown to the model class" in listed["model.extra_head.weight"]
 
 
 def test_a_bad_window_stops_the_run_and_leaves_no_checkpoint(llama, tmp_path, monkeypatch):

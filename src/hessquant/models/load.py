@@ -22,11 +22,11 @@ def build(source: ModelSource, state: Mapping[str, Tensor], *, trust_remote_code
     Args:
         source: The model; only its config is read.
         state: Every tensor of the checkpoint by its name there, decoded if it was quantized. A tied weight may
-            be given once.
+            be given once; tensors that the model class does not know are left out (a plan lists them).
         trust_remote_code: Allow code that comes with the model to run.
 
     Raises:
-        SourceError: If tensors are missing, unknown to the model class, or of another shape.
+        SourceError: If tensors are missing, or of another shape.
     """
     config = load_config(source, trust_remote_code=trust_remote_code)
     if hasattr(config, "quantization_config"):
@@ -58,7 +58,6 @@ def _check_outcome(name: str, outcome: Mapping[str, Collection[Any]]) -> None:
         f"{title} {_shown(names)}"
         for key, title in (
             ("missing_keys", "missing:"),
-            ("unexpected_keys", "unknown to the model class:"),
             ("mismatched_keys", "of another shape than the config says:"),
         )
         if (names := outcome[key])

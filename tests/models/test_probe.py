@@ -1,0 +1,122 @@
+import resource
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import FalconConfig, Llama4TextConfig, LlamaConfig, MixtralConfig
+
+from hessquant.errors import PlanError, SourceError
+from hessquant.models.probe import probe
+from hessquant.models.source import ModelSource
+
+SOURCE = ModelSource("tiny", Path("nowhere"))
+
+
+def products(found):
+    return {product.name: product for product in found.products}
+
+
+def test_llama_products_come_in_the_order_of_the_forward_pass(llama_config):
+    found = probe(SOURCE, llama_config)
+    assert found.architecture == "LlamaForCausalLM"
+    assert found.blocks == ("model.layers.0", "model.layers.1")
+    assert found.hidden_size == 64
+    first = [product.name.removeprefix("model.layers.0.") for product in found.products[:7]]
+    attention = [f"self_attn.{name}_proj.weight" for name in "qkvo"]
+    assert first == [*attention, *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down"))]
+    assert found.products[-1].name == "lm_head.weight"
+
+
+def test_shapes_are_outputs_by_inputs(llama_config):
+    seen = products(probe(SOURCE, llama_config))
+    down, key = seen["model.layers.1.mlp.down_proj.weight"], seen["model.layers.1.self_attn.k_proj.weight"]
+    assert (down.rows, down.columns, down.transposed, down.whole) == (64, 96, False, True)
+    assert (key.rows, key.columns) == (32, 64)
+
+
+def test_conv1d_is_transposed_even_when_square(gpt2_config):
+    seen = products(probe(SOURCE, gpt2_config))
+    qkv, square = seen["transformer.h.0.attn.c_attn.weight"], seen["transformer.h.1.mlp.c_fc.weight"]
+    assert (qkv.rows, qkv.columns, qkv.transposed) == (192, 64, True)
+    assert (square.rows, square.columns, square.transposed, square.whole) == (64, 64, True, True)
+    assert not seen["transformer.wte.weight"].transposed
+
+
+def test_weights_with_the_same_input_tensor_share_its_number(llama_config):
+    found = probe(SOURCE, llama_config)
+    numbers = [product.input_id for product in found.products[:7]]
+    assert numbers == [0, 0, 0, 1, 2, 2, 3]
+    assert found.products[7].input_id == 4
+
+
+def test_roles_and_blocks_of_parameters(llama_config):
+    found = probe(SOURCE, llama_config)
+    assert found.parameters["model.embed_tokens.weight"].role == "embedding"
+    assert found.parameters["lm_head.weight"].role == "head"
+    assert found.parameters["model.layers.1.mlp.up_proj.weight"].block == 1
+    assert found.parameters["model.norm.weight"].block is None
+
+
+def test_a_tied_head_is_the_embedding(gpt2_config):
+    head = probe(SOURCE, gpt2_config).parameters["lm_head.weight"]
+    assert (head.role, head.same_as) == ("embedding", "transformer.wte.weight")
+
+
+@pytest.mark.parametrize("tuples", [False, True])
+def test_returns_tuple_is_what_the_blocks_return(llama_config, tuples):
+    falcon = FalconConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=97)
+    assert probe(SOURCE, falcon if tuples else llama_config).returns_tuple == (tuples, tuples)
+
+
+def test_seventy_billion_parameters_take_seconds_and_no_memory():
+    config = LlamaConfig(
+        hidden_size=8192, num_hidden_layers=80, intermediate_size=28672, num_attention_heads=64,
+        num_key_value_heads=8, vocab_size=128256,
+    )  # fmt: skip
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    found = probe(SOURCE, config)
+    assert len(found.products) == 80 * 7 + 1
+    assert time.process_time() - start < 30
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000  # kB; one of its matrices is 900 MB
+
+
+def test_config_and_global_state_are_left_alone(llama_config):
+    before, state = llama_config.to_dict(), torch.get_rng_state()
+    probe(SOURCE, llama_config)
+    assert llama_config.to_dict() == before
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not isinstance(torch.ones(1) + 1, torch._subclasses.FakeTensor)
+
+
+def test_routing_that_depends_on_values_is_refused():
+    config = MixtralConfig(
+        hidden_size=64, num_hidden_layers=2, intermediate_size=64, num_local_experts=4, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=97,
+    )  # fmt: skip
+    with pytest.raises(PlanError, match=r"MixtralForCausalLM cannot be planned yet.*mixture of experts"):
+        probe(SOURCE, config)
+
+
+def test_stacked_experts_are_not_whole():
+    config = Llama4TextConfig(
+        hidden_size=64, num_hidden_layers=1, intermediate_size=64, intermediate_size_mlp=64, num_local_experts=4,
+        num_attention_heads=4, num_key_value_heads=2, vocab_size=97, head_dim=16,
+    )  # fmt: skip
+    stacked = products(probe(SOURCE, config))["model.layers.0.feed_forward.experts.gate_up_proj"]
+    assert not stacked.whole
+
+
+def test_a_config_of_no_language_model_is_refused():
+    from transformers import ViTConfig
+
+    with pytest.raises(SourceError, match="no causal language model"):
+        probe(SOURCE, ViTConfig())
+
+
+def test_a_forward_pass_that_fails_is_refused_by_name(monkeypatch, llama_config):
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: x.no_such_method())
+    with pytest.raises(PlanError, match=r"LlamaForCausalLM cannot be planned: .*no_such_method"):
+        probe(SOURCE, llama_config)
