@@ -1,6 +1,8 @@
 """Running blocks: forward once, early-stopping passes, and what they collect."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -274,3 +276,20 @@ def test_a_model_that_repeats_its_blocks_is_refused():
     )
     with pytest.raises(CaptureError, match="blocks were called"):
         record_arguments(looped, ["model.layers.0", "model.layers.1"], [False, False], batches_of(some_windows(), 99))
+
+
+def test_a_finished_block_keeps_no_activations_alive():
+    gc.collect()
+    gc.disable()
+    try:
+        model = llama()
+        states = states_of(model, some_windows())
+        alive = []
+        module = model.get_submodule(f"{BLOCK}.mlp.down_proj")
+        module.register_forward_pre_hook(lambda _, args: alive.append(weakref.ref(args[0])))
+        solver = Halving(dict(model.named_parameters()))
+        run_block_once(model.get_submodule(BLOCK), 0, states, stops_of(), solver.parameters, solver)
+        assert len(alive) == len(states)
+        assert [reference() for reference in alive] == [None] * len(alive)
+    finally:
+        gc.enable()
