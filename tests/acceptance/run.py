@@ -7,7 +7,7 @@ Each client runs in a virtual environment of its own (`benchmarks/environments.p
 minutes for vLLM) and gives the log-probability of every token of a fixed passage. The reference is our own decoder in
 plain transformers, float32. How far 16-bit rounding alone moves them is measured, not guessed: by the same decoded
 weights in plain transformers, in the client's 16-bit type. A client may be `SLACK` times as far off, since it rounds in
-another order. A zero point that is off by one moves them a hundred times as far.
+another order. A zero point that is off by one moves them hundreds of times as far.
 """
 
 import argparse
@@ -144,7 +144,9 @@ def _quantized(base: str, directory: Path) -> Path:
     if directory.exists():
         shutil.rmtree(directory)
     options = ["--bits", "4", "--group-size", "64", "--num-windows", "16", "--window-length", "512"]
-    subprocess.run([Path(sys.executable).with_name("hessquant"), "quantize", base, directory, *options], check=True)
+    command = [Path(sys.executable).with_name("hessquant"), "quantize", base, directory, *options]
+    if status := subprocess.run(command).returncode:
+        raise SystemExit(f"hessquant quantize {base} ended with {status}")
     return directory
 
 

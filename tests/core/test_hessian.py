@@ -73,3 +73,11 @@ def test_large_finite_inputs_are_not_taken_for_infinite_ones():
 
 def test_no_tokens_give_a_zero_hessian():
     assert not hessian.hessian(HessianStatistics.empty(3)).any()
+
+
+def test_adding_in_place_gives_the_same_sum():
+    inputs = correlated_inputs(40, 800, 6)
+    statistics = HessianStatistics.empty(800, torch.float64)
+    for part in inputs.split(13):
+        statistics = hessian.add(statistics, part, out=statistics.sum)
+    assert torch.equal(hessian.hessian(statistics), hessian.hessian(collected(list(inputs.split(13)))))

@@ -50,7 +50,7 @@ class Collector:
         rows = product.inputs.reshape(-1, product.inputs.shape[-1])
         statistics = self._statistics.get(stop.leader) or HessianStatistics.empty(rows.shape[1], rows.dtype)
         try:
-            self._statistics[stop.leader] = hessian.add(statistics, rows)
+            self._statistics[stop.leader] = hessian.add(statistics, rows, out=statistics.sum)
         except NonFiniteError as error:
             raise _named(error, stop.leader, rows, batch) from error
 

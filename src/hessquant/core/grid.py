@@ -171,10 +171,10 @@ def encode(weight: Tensor, grid: Grid) -> Tensor:
     >>> encode(torch.tensor([[-1.5, 0.75]]), grid).tolist()
     [[0, 3]]
     """
-    width = grid.spec.width(weight.shape[1])
-    scales = grid.scales.to(weight.dtype).repeat_interleave(width, dim=1)
-    zeros = grid.zeros.to(weight.dtype).repeat_interleave(width, dim=1)
-    return (torch.round(weight / scales) + zeros).clamp(0, grid.spec.top).to(torch.uint8)
+    groups = weight.reshape(len(weight), -1, grid.spec.width(weight.shape[1]))
+    scales, zeros = grid.scales.to(weight.dtype).unsqueeze(-1), grid.zeros.unsqueeze(-1)
+    codes = (groups / scales).round_().add_(zeros).clamp_(0, grid.spec.top)
+    return codes.to(torch.uint8).view(weight.shape)
 
 
 def decode(codes: Tensor, grid: Grid, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -186,7 +186,5 @@ def decode(codes: Tensor, grid: Grid, dtype: torch.dtype = torch.float32) -> Ten
     >>> decode(torch.tensor([[0, 3]], dtype=torch.uint8), grid).tolist()
     [[-2.0, 1.0]]
     """
-    width = grid.spec.width(codes.shape[1])
-    scales = grid.scales.to(dtype).repeat_interleave(width, dim=1)
-    zeros = grid.zeros.to(dtype).repeat_interleave(width, dim=1)
-    return (codes.to(dtype) - zeros) * scales
+    groups = codes.reshape(len(codes), -1, grid.spec.width(codes.shape[1])).to(dtype)
+    return groups.sub_(grid.zeros.unsqueeze(-1)).mul_(grid.scales.to(dtype).unsqueeze(-1)).view(codes.shape)

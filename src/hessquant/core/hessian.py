@@ -5,15 +5,15 @@ every row. Sums are kept raw and divided once, so batches, processes and machine
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from hessquant.errors import NonFiniteError
 
-# Tiles of the lower triangle: wide enough for full speed of the product, narrow enough to skip most of the upper half.
-_TILE = 384
+# Largest square on the diagonal that is computed whole: halving further saves little and slows the product down.
+_DIAGONAL_TILE = 192
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,21 @@ class HessianStatistics:
         return cls(torch.zeros(columns, columns, dtype=dtype, device=device))
 
 
-def add(statistics: HessianStatistics, inputs: Tensor, token_weights: Tensor | None = None) -> HessianStatistics:
+def add(
+    statistics: HessianStatistics,
+    inputs: Tensor,
+    token_weights: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+) -> HessianStatistics:
     """Statistics with more tokens.
 
     Args:
         statistics: What was seen so far.
         inputs: [tokens, columns] floating; taken to the statistics' dtype.
         token_weights: [tokens], non-negative; all ones when None.
+        out: [columns, columns], takes the new sum in place of a new tensor; `statistics.sum` itself saves a copy, where
+            the old statistics are not needed any more.
 
     Raises:
         NonFiniteError: If an input is NaN or Inf; the message names its token and channel.
@@ -59,16 +67,21 @@ def add(statistics: HessianStatistics, inputs: Tensor, token_weights: Tensor | N
         raise NonFiniteError(f"input of token {place[0]}, channel {place[1]} is {float(inputs[place])}", place)
     left = inputs.to(statistics.sum.dtype)
     right = left if token_weights is None else left * token_weights.to(left.dtype).unsqueeze(1)
-    total = torch.empty_like(statistics.sum)
-    columns = total.shape[0]
-    tiles = max(1, round(columns / _TILE))
-    edges = [columns * tile // tiles for tile in range(tiles + 1)]
-    for start, stop in pairwise(edges):
-        tile = torch.addmm(statistics.sum[start:stop, :stop], left[:, start:stop].T, right[:, :stop])
-        total[start:stop, :stop] = tile
-        total[start:stop, stop:] = 0
+    total = torch.empty_like(statistics.sum) if out is None else out
+    for rows, columns in _lower_tiles(0, len(total)):
+        torch.addmm(statistics.sum[rows, columns], left[:, rows].T, right[:, columns], out=total[rows, columns])
     weight_sum = float(len(inputs)) if token_weights is None else float(token_weights.double().sum())
     return HessianStatistics(total, statistics.weight_sum + weight_sum, statistics.token_count + len(inputs))
+
+
+@cache
+def _lower_tiles(start: int, stop: int) -> list[tuple[slice, slice]]:
+    """Tiles that cover the lower triangle: one square below the diagonal, and the same again in both halves."""
+    if stop - start <= _DIAGONAL_TILE:
+        return [(slice(start, stop), slice(start, stop))]
+    middle = (start + stop) // 2
+    below = (slice(middle, stop), slice(start, middle))
+    return [*_lower_tiles(start, middle), below, *_lower_tiles(middle, stop)]
 
 
 def merge(first: HessianStatistics, second: HessianStatistics) -> HessianStatistics:
@@ -87,8 +100,7 @@ def merge(first: HessianStatistics, second: HessianStatistics) -> HessianStatist
 
 def hessian(statistics: HessianStatistics) -> Tensor:
     """The mean H = sum_n s_n x_n x_n^T / sum_n s_n, [columns, columns], exactly symmetric; zeros for no tokens."""
-    lower = torch.tril(statistics.sum)
-    full = lower + torch.tril(lower, -1).T
+    full = torch.tril(statistics.sum) + torch.tril(statistics.sum, -1).T
     return full / statistics.weight_sum if statistics.weight_sum > 0 else full
 
 
