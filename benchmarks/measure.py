@@ -31,7 +31,10 @@ def run_measured(command: Sequence[str | Path], log: Path, variables: Mapping[st
     """
     with log.open("wb") as sink:
         begin = time.perf_counter()
-        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env={**os.environ, **variables})
+        # In the log directory: GPTQModel writes logs of its own into the working directory.
+        process = subprocess.Popen(
+            command, cwd=log.parent, stdout=sink, stderr=subprocess.STDOUT, env={**os.environ, **variables}
+        )
         _, status, usage = os.wait4(process.pid, 0)
         wall = time.perf_counter() - begin
     process.returncode = os.waitstatus_to_exitcode(status)

@@ -1,6 +1,6 @@
 """Hessquant, llm-compressor and GPTQModel on the same model and token ids, one after another.
 
-    python benchmarks/peers.py                                  # all tools, 4 and 3 bits: about 90 CPU-minutes
+    python benchmarks/peers.py                                  # all tools, 4 and 3 bits: an hour or more
     python benchmarks/peers.py --tools hessquant --bits 4
 
 Each tool runs in a virtual environment of its own (made on first use, see `environments.py`), with its own defaults

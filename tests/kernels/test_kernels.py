@@ -1,5 +1,8 @@
 """The fused kernels against the plain twin: equal codes, not close ones."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -70,3 +73,17 @@ def test_dispatch_is_by_size_on_the_cpu(weights, module):
 
 def test_other_devices_get_the_plain_kernels():
     assert kernels_for(torch.device("meta"), 1 << 20).search_scales is twin.search_scales
+
+
+def test_the_fused_kernels_keep_to_torchs_thread_count():
+    # In a process of its own: numba starts its threads once.
+    program = """
+import torch
+torch.set_num_threads(1)
+from hessquant import solve
+solve(torch.randn(256, 256), torch.eye(256))
+import numba
+print(torch.get_num_threads(), numba.get_num_threads())
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["1", "1"]

@@ -3,6 +3,9 @@
 No fast-math: fused multiply-adds would round once where `twin` rounds twice, and codes would differ.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numba
 import numpy as np
 import torch
@@ -19,17 +22,18 @@ def sweep_block(
     """`twin.sweep_block` on CPU tensors."""
     codes = torch.empty(weight.shape, dtype=torch.uint8)
     errors = torch.empty_like(weight, memory_format=torch.contiguous_format)
-    _sweep_block(
-        weight.numpy(),
-        lower.numpy(),
-        carried.numpy(),
-        scales.numpy(),
-        zeros.numpy(),
-        group.numpy(),
-        weight.new_tensor(top).numpy()[()],
-        codes.numpy(),
-        errors.numpy(),
-    )
+    with _torch_threads():
+        _sweep_block(
+            weight.numpy(),
+            lower.numpy(),
+            carried.numpy(),
+            scales.numpy(),
+            zeros.numpy(),
+            group.numpy(),
+            weight.new_tensor(top).numpy()[()],
+            codes.numpy(),
+            errors.numpy(),
+        )
     return codes, errors
 
 
@@ -45,17 +49,30 @@ def search_scales(
     scales = torch.stack([scale for scale, _ in candidates])
     zeros = torch.stack([zero for _, zero in candidates])
     best = torch.empty(low.shape, dtype=torch.int64)
-    _search_scales(
-        weight.numpy(),
-        column_weights.numpy(),
-        scales.to(weight.dtype).numpy(),
-        zeros.numpy(),
-        width,
-        weight.new_tensor(spec.top).numpy()[()],
-        best.numpy(),
-    )
+    with _torch_threads():
+        _search_scales(
+            weight.numpy(),
+            column_weights.numpy(),
+            scales.to(weight.dtype).numpy(),
+            zeros.numpy(),
+            width,
+            weight.new_tensor(spec.top).numpy()[()],
+            best.numpy(),
+        )
     chosen = best.unsqueeze(0)
     return scales.gather(0, chosen)[0], zeros.gather(0, chosen)[0]
+
+
+@contextmanager
+def _torch_threads() -> Iterator[None]:
+    """As many threads as torch uses. numba's OpenMP layer, when it starts, sets the count for torch as well."""
+    threads = torch.get_num_threads()
+    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
 
 
 @numba.njit(parallel=True, cache=True)

@@ -36,7 +36,15 @@ class _Rule:
 
 _RULES: dict[Format, tuple[_Rule, ...]] = {
     "gptq": (
-        _Rule("vLLM 0.32 (CPU)", "measured", frozenset({4}), True, _VLLM_GROUP_SIZES, 32),
+        _Rule(
+            "vLLM 0.32 (CPU)",
+            "measured",
+            frozenset({4}),
+            True,
+            _VLLM_GROUP_SIZES,
+            32,
+            note="its 4-bit kernel needs a CPU with AVX-512",
+        ),
         _Rule("vLLM (GPU, Marlin)", "documented", frozenset({4, 8}), True, _VLLM_GROUP_SIZES),
         _Rule(
             "transformers 5.24",

@@ -1,0 +1,102 @@
+"""What each part of the method is worth: perplexity of round-to-nearest, and of GPTQ as its parts are added.
+
+    python benchmarks/quality.py                     # 4 and 3 bits: about 60 CPU-minutes
+    python benchmarks/quality.py --bits 3 --variants searched
+
+Model, calibration and evaluation tokens are those of `peers.py`: SmolLM2-135M-Instruct in float32, 128 windows of 512
+tokens, groups of 64, symmetric; perplexity on 40 windows of 512 tokens that calibration does not see.
+"""
+
+import argparse
+import json
+import shutil
+import time
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+import hessquant
+import peers
+import perplexity
+import workload
+from hessquant.checkpoint.decode import decoded_state
+from hessquant.checkpoint.reader import CheckpointReader
+from hessquant.core.grid import GridSpec, QuantizedWeight, encode, min_max
+from hessquant.models.load import build
+from hessquant.models.source import resolve
+
+TITLES = {
+    "rtn": "round-to-nearest, min-max scales",
+    "natural": "GPTQ, natural order, min-max scales",
+    "activation": "GPTQ, activation order, min-max scales",
+    "searched": "GPTQ, activation order, searched scales (default)",
+    "group": "GPTQ, group order, searched scales",
+    "dynamic": "GPTQ, group order, dynamic searched scales",
+}
+SETTINGS = {
+    "natural": {"order": "natural", "scale_search": False},
+    "activation": {"order": "activation", "scale_search": False},
+    "searched": {},
+    "group": {"order": "group"},
+    "dynamic": {"order": "group", "scales": "dynamic"},
+}
+
+
+def rounded(model: Path, bits: int, group_size: int):
+    """The model with every target rounded to nearest."""
+    with CheckpointReader(model) as reader:
+        built = build(resolve(str(model)), decoded_state(reader))
+    spec = GridSpec(bits, True, group_size)
+    parameters = dict(built.named_parameters())
+    for target in hessquant.make_plan(str(model), hessquant.Config(bits=bits, group_size=group_size)).targets:
+        parameter = parameters[target.name]
+        grid = min_max(parameter, spec)
+        parameter.copy_(QuantizedWeight(encode(parameter, grid), grid).dequantize())
+    return built, None
+
+
+def swept(model: Path, bits: int, group_size: int, tokens, out: Path, settings: dict):
+    """The model quantized by Hessquant and decoded from its checkpoint, and the loss relative to round-to-nearest."""
+    shutil.rmtree(out, ignore_errors=True)
+    config = hessquant.Config(bits=bits, group_size=group_size, **settings)
+    report = hessquant.quantize(str(model), out, config, calibration=[tokens])
+    with CheckpointReader(out) as reader:
+        built = build(resolve(str(out)), decoded_state(reader))
+    return built, sum(layer.loss for layer in report.layers) / sum(layer.rtn_loss for layer in report.layers)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bits", nargs="+", type=int, default=[4, 3])
+    parser.add_argument("--variants", nargs="+", choices=list(TITLES), default=list(TITLES)[:4])
+    parser.add_argument("--group-size", type=int, default=64)
+    parser.add_argument("--valid", type=Path, default=peers.DATA / "valid.txt")
+    parser.add_argument("--test", type=Path, default=peers.DATA / "test.txt")
+    parser.add_argument("--work", type=Path, default=peers.environments.ROOT / ".bench")
+    arguments = parser.parse_args()
+    model, file = arguments.work / "base", arguments.work / "tokens.safetensors"
+    workload.prepare_model(model)
+    texts = {"calibration": arguments.valid, "evaluation": arguments.test}
+    workload.prepare_tokens(file, model, texts, {"calibration": 128, "evaluation": 40}, 512)
+    tokens = load_file(file)
+    for bits in arguments.bits:
+        for variant in arguments.variants:
+            begin = time.process_time()
+            if variant == "rtn":
+                built, relative = rounded(model, bits, arguments.group_size)
+            else:
+                out = arguments.work / f"quality-{variant}-{bits}"
+                built, relative = swept(
+                    model, bits, arguments.group_size, tokens["calibration"], out, SETTINGS[variant]
+                )
+            cpu = time.process_time() - begin
+            value = perplexity.perplexity(built, tokens["evaluation"])
+            row = {"bits": bits, "variant": variant, "perplexity": value, "loss_over_rtn": relative, "cpu_seconds": cpu}
+            with (arguments.work / "quality.jsonl").open("a") as stream:
+                stream.write(json.dumps(row) + "\n")
+            shown = "" if relative is None else f"{relative:.3f}"
+            print(f"| {bits} | {TITLES[variant]} | {value:.2f} | {shown} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
