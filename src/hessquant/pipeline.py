@@ -46,6 +46,7 @@ from hessquant.records import (
 )
 from hessquant.report.html import PAGE_NAME, to_html
 from hessquant.report.json_report import REPORT_NAME, to_json
+from hessquant.run.heap import map_large_blocks
 from hessquant.run.solve import TargetSolver, degradations
 
 # Large enough for full speed of the products, small enough that a batch's activations stay in cache.
@@ -103,6 +104,7 @@ def quantize(
     config, out, progress = config or Config(), Path(out), progress or _Silent()
     started, cpu_started = time.perf_counter(), time.process_time()
     refuse_unless_empty(out)
+    map_large_blocks()
     source = resolve(model, trust_remote_code=config.trust_remote_code)
     with CheckpointReader(source.directory) as reader:
         plan = planning.make_plan(source, reader.tensors, config)

@@ -5,6 +5,7 @@ M = flip(cholesky(flip(H)))^T. The ratios M_jk / M_jj are GPTQ's compensation co
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -36,6 +37,14 @@ class Factor:
     damping_used: float
     attempts: int
     dead: Tensor
+
+    def lower_as(self, dtype: torch.dtype) -> Tensor:
+        """`lower` in float64 or float32; the conversion is made once for all weights with these inputs."""
+        return self.lower if dtype == torch.float64 else self._single
+
+    @cached_property
+    def _single(self) -> Tensor:
+        return self.lower.float()
 
     @property
     def importance(self) -> Tensor:

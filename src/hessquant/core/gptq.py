@@ -149,8 +149,8 @@ def sweep(weight: Tensor, factor: Factor, grid: Grid, *, block_size: int, kernel
     Returns:
         uint8 [rows, columns], in the columns' own order.
     """
-    order, lower = factor.order, factor.lower.to(weight.dtype)
-    visited = weight.T[order]
+    order, lower = factor.order, factor.lower_as(weight.dtype)
+    visited = weight.T.contiguous().index_select(0, order)
     group = order // grid.spec.width(weight.shape[1])
     scales = grid.scales.T.to(weight.dtype).contiguous()
     zeros = grid.zeros.T.to(weight.dtype).contiguous()
@@ -171,9 +171,9 @@ def dynamic_sweep(weight: Tensor, factor: Factor, spec: GridSpec, config: Config
     The order must visit groups one after another ("natural" or "group"). At the start of group g GPTQ's weights are
     W_g + S M_gg^{-T}, with S the sum over earlier columns.
     """
-    order, lower = factor.order, factor.lower.to(weight.dtype)
+    order, lower = factor.order, factor.lower_as(weight.dtype)
     width = spec.width(weight.shape[1])
-    visited = weight.T[order]
+    visited = weight.T.contiguous().index_select(0, order)
     importance = (lower.diagonal() ** 2).contiguous()
     errors = torch.zeros_like(visited)
     codes = torch.empty(weight.shape[::-1], dtype=torch.uint8, device=weight.device)

@@ -8,7 +8,7 @@ from html import escape
 from hessquant.report.units import format_percent, format_ratio
 
 _WIDTH, _HEIGHT = 960, 260
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 10, 34
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 10, 10, 34
 _COLOURS = 8
 _BLOCK_TICKS = 16
 
