@@ -17,6 +17,7 @@ $(STAMP): pyproject.toml
 	touch $@
 
 demo: $(STAMP)
+	rm -rf out/demo
 	$(BIN)/hessquant quantize demo out/demo --num-windows 16 --window-length 512
 	$(BIN)/hessquant evaluate out/demo --against demo --num-windows 8 --window-length 512
 
@@ -29,8 +30,11 @@ check: $(STAMP)
 test: check
 	$(BIN)/pytest
 
+# About two hours; each script says what it does, and can be run alone.
 bench: $(STAMP)
 	$(BIN)/python benchmarks/solver.py
+	$(BIN)/python benchmarks/quality.py
+	$(BIN)/python benchmarks/peers.py
 
 acceptance: $(STAMP)
 	$(BIN)/python tests/acceptance/run.py
