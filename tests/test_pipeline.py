@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PhiConfig, Qwen2Config
 
 import hessquant
 from hessquant.calibration.prelude import record_arguments
@@ -66,8 +66,10 @@ def digests(directory, but=("hessquant-report.json", "hessquant-report.html")):
         LlamaConfig(**TINY),
         Qwen2Config(**TINY, tie_word_embeddings=True),
         GPT2Config(n_embd=64, n_layer=2, n_head=4, n_inner=64, vocab_size=97, bos_token_id=1, eos_token_id=2),
+        # Attention and MLP in parallel: weights far apart in the forward pass see one input.
+        PhiConfig(**TINY),
     ],
-    ids=["llama", "qwen2", "gpt2"],
+    ids=["llama", "qwen2", "gpt2", "phi"],
 )
 def test_a_model_becomes_a_checkpoint_that_decodes_to_what_was_solved(config, make_model, tmp_path):
     model, out = make_model(config), tmp_path / "out"

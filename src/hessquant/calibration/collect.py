@@ -71,20 +71,27 @@ class SameInputs:
 
     def __init__(self) -> None:
         self._sources: dict[str, Tensor] = {}
+        self._followers: dict[str, set[str]] = {}
 
     def check(self, stop: Stop, product: Product) -> None:
-        """Remember the leader's input; compare a follower's with it.
+        """Remember the leader's input until the last follower has come; compare each follower's with it.
 
         Raises:
             CaptureError: If a follower sees another tensor than its leader.
         """
         if product.name == stop.leader:
-            # Only the newest: an older one would be kept alive for nothing.
-            self._sources = {stop.leader: product.source}
-        elif self._sources.get(stop.leader) is not product.source:
+            followers = set(stop.members) - {stop.leader}
+            if followers:
+                self._sources[stop.leader], self._followers[stop.leader] = product.source, followers
+            return
+        if self._sources.get(stop.leader) is not product.source:
             raise CaptureError(
                 f"{product.name} was planned to see the same inputs as {stop.leader}, but does not in this batch"
             )
+        self._followers[stop.leader].discard(product.name)
+        if not self._followers[stop.leader]:
+            # An input is large; none is kept alive for longer than it must be.
+            del self._sources[stop.leader], self._followers[stop.leader]
 
 
 def _named(error: NonFiniteError, name: str, rows: Tensor, batch: BatchState) -> NonFiniteError:

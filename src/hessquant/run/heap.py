@@ -1,7 +1,7 @@
 """Keeping freed activations from staying in the process.
 
-Forward once holds suspended batches of tensors of mixed sizes. glibc raises the size from which a block is mapped on its
-own up to 32 MiB as such blocks are freed, after which activations share one heap, whose holes are never given back:
+Forward once holds suspended batches of tensors of mixed sizes. glibc raises the size from which a block is mapped on
+its own, up to 32 MiB, as such blocks are freed; then activations share one heap, whose holes are never given back:
 about 1.2 GB of holes beside 1.5 GB in use on a 135M model. A fixed size keeps large tensors out of that heap.
 """
 
