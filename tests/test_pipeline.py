@@ -247,3 +247,25 @@ def test_the_public_names_are_sorted_and_all_there():
         assert getattr(hessquant, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = hessquant.nothing
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group_size", [-1, 32])
+def test_every_width_and_symmetry_is_written_verified_and_sound(bits, symmetric, group_size, llama, tmp_path):
+    config = hessquant.Config(bits=bits, symmetric=symmetric, group_size=group_size)
+    report = hessquant.quantize(llama, tmp_path / "out", config, calibration=[tokens()])
+    assert report.verified_tensors == 14
+    inspection = hessquant.inspect(tmp_path / "out")
+    assert inspection.faults == ()
+    assert {(weight.bits, weight.symmetric, weight.group_size) for weight in inspection.weights} == {
+        (bits, symmetric, group_size)
+    }
+
+
+@pytest.mark.parametrize("order", ["natural", "group"])
+def test_dynamic_scales_go_through_the_whole_job(order, llama, tmp_path):
+    config = hessquant.Config(bits=3, group_size=32, order=order, scales="dynamic")
+    report = hessquant.quantize(llama, tmp_path / "out", config, calibration=[tokens()])
+    assert sum(layer.loss for layer in report.layers) < 0.8 * sum(layer.rtn_loss for layer in report.layers)
+    assert hessquant.inspect(tmp_path / "out").faults == ()
