@@ -12,7 +12,7 @@ import hessquant
 from hessquant.calibration.prelude import record_arguments
 from hessquant.checkpoint.decode import decoded_state
 from hessquant.checkpoint.reader import CheckpointReader
-from hessquant.errors import NonFiniteError, OutputError, VerificationError
+from hessquant.errors import CalibrationError, CheckpointError, NonFiniteError, OutputError, VerificationError
 from hessquant.models.source import resolve
 from hessquant.pipeline import _load as load_for_evaluation
 from hessquant.records import RunReport
@@ -203,12 +203,21 @@ def test_an_output_that_is_not_empty_is_refused_before_any_work(llama, tmp_path)
         hessquant.quantize(llama, tmp_path / "out", calibration=[tokens()])
 
 
-def test_what_does_not_verify_is_withdrawn(llama, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("step", "raised", "seen"),
+    [
+        ("verify", VerificationError("x: differs"), VerificationError),
+        ("verify", MemoryError(), MemoryError),
+        ("to_html", KeyboardInterrupt(), KeyboardInterrupt),
+        ("to_html", OSError(28, "No space left on device"), CheckpointError),
+    ],
+)
+def test_whatever_fails_after_writing_the_checkpoint_is_withdrawn(step, raised, seen, llama, tmp_path, monkeypatch):
     def fail(*_):
-        raise VerificationError("x: differs")
+        raise raised
 
-    monkeypatch.setattr("hessquant.pipeline.verify", fail)
-    with pytest.raises(VerificationError):
+    monkeypatch.setattr(f"hessquant.pipeline.{step}", fail)
+    with pytest.raises(seen):
         hessquant.quantize(llama, tmp_path / "out", hessquant.Config(group_size=32), calibration=[tokens()])
     assert not (tmp_path / "out" / "config.json").exists()
 
@@ -269,3 +278,17 @@ def test_dynamic_scales_go_through_the_whole_job(order, llama, tmp_path):
     report = hessquant.quantize(llama, tmp_path / "out", config, calibration=[tokens()])
     assert sum(layer.loss for layer in report.layers) < 0.8 * sum(layer.rtn_loss for layer in report.layers)
     assert hessquant.inspect(tmp_path / "out").faults == ()
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([[1] * 65], "65 tokens, but the model's context is 64"),
+        ([[1, 97]], "token id 97, but the model's vocabulary is 97"),
+    ],
+)
+def test_windows_that_the_model_was_not_made_for_are_refused_before_work(ids, message, make_model, tmp_path):
+    config = GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=64, vocab_size=97, bos_token_id=1, eos_token_id=2)
+    with pytest.raises(CalibrationError, match=message):
+        hessquant.quantize(make_model(config), tmp_path / "out", hessquant.Config(group_size=32), calibration=ids)
+    assert not (tmp_path / "out").exists()

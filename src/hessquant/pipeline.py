@@ -3,7 +3,8 @@
 import platform
 import resource
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from hessquant.calibration.forward_once import run_block_once
 from hessquant.calibration.passes import run_block_in_passes
 from hessquant.calibration.prelude import record_arguments
 from hessquant.calibration.token_ids import windows_from_ids
-from hessquant.calibration.windows import calibration_record, calibration_windows, evaluation_windows
+from hessquant.calibration.windows import calibration_record, calibration_windows, evaluation_windows, refuse_unfit
 from hessquant.checkpoint.decode import decoded_state, quantization_of
 from hessquant.checkpoint.files import replacing
 from hessquant.checkpoint.inspect import inspect_checkpoint
@@ -27,7 +28,7 @@ from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.verify import verify
 from hessquant.checkpoint.writer import refuse_unless_empty, withdraw, write_checkpoint
 from hessquant.config import Config
-from hessquant.errors import VerificationError
+from hessquant.errors import CheckpointError
 from hessquant.evaluate.evaluation import evaluate_model
 from hessquant.models.load import build
 from hessquant.models.probe import probe
@@ -111,6 +112,7 @@ def quantize(
         if on_plan is not None:
             on_plan(plan)
         windows, calibrated = _windows(source, calibration, config)
+        _refuse_unfit(windows, source, config.trust_remote_code)
         progress.stage("load", 1)
         loaded = build(source, decoded_state(reader), trust_remote_code=config.trust_remote_code)
         progress.advance(source.name)
@@ -119,13 +121,10 @@ def quantize(
         progress.stage("write", 1)
         size = write_checkpoint(out, reader, source.directory, plan, config, solver.quantized, version=__version__)
         progress.advance(out.name)
-        progress.stage("verify", 1)
-        try:
+        with _withdrawn_on_failure(out):
+            progress.stage("verify", 1)
             verified = verify(out, solver.quantized, reader, plan)
-        except VerificationError:
-            withdraw(out)
-            raise
-        progress.advance(out.name)
+            progress.advance(out.name)
     report = RunReport(
         version=__version__,
         settings=asdict(config),
@@ -141,9 +140,10 @@ def quantize(
         verified_tensors=verified,
         environment=_environment(),
     )
-    for name, text in ((REPORT_NAME, to_json(report)), (PAGE_NAME, to_html(report))):
-        with replacing(out / name) as stream:
-            stream.write(text.encode())
+    with _withdrawn_on_failure(out):
+        for name, text in ((REPORT_NAME, to_json(report)), (PAGE_NAME, to_html(report))):
+            with replacing(out / name) as stream:
+                stream.write(text.encode())
     return report
 
 
@@ -176,6 +176,7 @@ def evaluate(
     base = None if against is None else resolve(against, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
     windows = evaluation_windows(text, tokenizer, num_windows=num_windows, window_length=window_length)
+    _refuse_unfit(windows, source, trust_remote_code)
     return evaluate_model(
         _load(source, trust_remote_code),
         windows,
@@ -197,6 +198,18 @@ def inspect(directory: Path | str) -> Inspection:
     return inspect_checkpoint(Path(directory))
 
 
+@contextmanager
+def _withdrawn_on_failure(out: Path) -> Iterator[None]:
+    """Whatever goes wrong, down to Ctrl-C, leave nothing that passes for a finished checkpoint."""
+    try:
+        yield
+    except BaseException as error:
+        withdraw(out)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{error.filename or out}: writing failed: {error.strerror or error}") from error
+        raise
+
+
 def _windows(
     source: ModelSource, calibration: str | Iterable[Any], config: Config
 ) -> tuple[tuple[TokenWindow, ...], CalibrationRecord]:
@@ -211,6 +224,12 @@ def _windows(
         seed=config.seed,
         allow_fewer=config.allow_fewer,
     )
+
+
+def _refuse_unfit(windows: tuple[TokenWindow, ...], source: ModelSource, trust_remote_code: bool) -> None:
+    described = load_config(source, trust_remote_code=trust_remote_code).get_text_config()
+    context = getattr(described, "max_position_embeddings", None)
+    refuse_unfit(windows, context=context, vocabulary=described.vocab_size)
 
 
 def _quantize_blocks(

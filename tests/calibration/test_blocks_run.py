@@ -9,12 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hessquant.calibration.batches import batches_of
-from hessquant.calibration.collect import Stop
+from hessquant.calibration.collect import Collector, Stop
 from hessquant.calibration.forward_once import run_block_once
 from hessquant.calibration.passes import run_block_in_passes
 from hessquant.calibration.prelude import BatchState, BlockArguments, record_arguments
 from hessquant.core.hessian import hessian
 from hessquant.errors import CaptureError, NonFiniteError
+from hessquant.models.watch import Product
 from hessquant.records import TokenWindow
 
 RUNS = pytest.mark.parametrize("run_block", [run_block_once, run_block_in_passes])
@@ -293,3 +294,27 @@ def test_a_finished_block_keeps_no_activations_alive():
         assert [reference() for reference in alive] == [None] * len(alive)
     finally:
         gc.enable()
+
+
+def test_a_model_that_changes_the_hidden_state_between_blocks_is_refused():
+    class Scaling(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+
+        def forward(self, input_ids, use_cache):
+            hidden = input_ids.unsqueeze(-1).expand(-1, -1, 4).float()
+            for layer in self.layers:
+                hidden = layer(hidden) * 0.5
+            return hidden
+
+    with pytest.raises(CaptureError, match=r"between blocks, before layers\.1"):
+        record_arguments(Scaling(), ["layers.0", "layers.1"], [False, False], batches_of(some_windows(), 99))
+
+
+def test_sixteen_bit_inputs_are_summed_in_float32():
+    collector = Collector((Stop(("w",)),))
+    batch = BatchState(torch.zeros(1, 3, 4), (), (0,))
+    inputs = torch.ones(1, 3, 4, dtype=torch.bfloat16)
+    collector.add(collector.stops[0], Product("w", inputs, inputs, False, True), batch)
+    assert collector.take(collector.stops[0]).sum.dtype == torch.float32

@@ -64,6 +64,16 @@ def test_dead_columns_are_marked_and_count_as_average_ones():
     assert factor.order.tolist() == [2, 0, 1, 3]
 
 
+def test_dead_columns_importance_is_the_mean_of_the_live_ones():
+    _, hessian = random_layer(1, 12, 2)
+    hessian[[3, 8]] = 0
+    hessian[:, [3, 8]] = 0
+    factor = factorize(hessian, damping=0.01, order="activation", group_width=12)
+    live = factor.importance[~factor.dead]
+    assert factor.importance[factor.dead].tolist() == pytest.approx([live.mean().item()] * 2)
+    assert live.mean() < hessian.diagonal()[~factor.dead].mean()
+
+
 def test_a_hessian_of_zeros_can_be_factored():
     factor = factorize(torch.zeros(3, 3), damping=0.01, order="natural", group_width=3)
     assert factor.dead.all()

@@ -91,3 +91,14 @@ def test_a_symmetric_grid_holds_zero_and_uses_every_code(bits):
 def test_smallest_scales_survive_float32_arithmetic():
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         assert torch.tensor(smallest_scale(dtype)).to(dtype).float().item() > 0
+
+
+def test_groups_of_zeros_have_a_zero_that_every_format_can_store():
+    grid = min_max(torch.zeros(1, 4), GridSpec(bits=4, symmetric=False, group_size=2))
+    assert grid.zeros.tolist() == [[8, 8]]
+
+
+def test_raised_scales_are_counted_by_the_range_of_the_group():
+    weight = torch.tensor([[0.0, 5e-7]])
+    assert count_degenerate(weight, GridSpec(bits=4, symmetric=False)) == (0, 1)
+    assert count_degenerate(weight, GridSpec(bits=4, symmetric=True)) == (0, 0)

@@ -139,3 +139,19 @@ def test_automatic_group_size_is_the_largest_that_divides():
     for columns, width in ((256, 128), (192, 64), (96, 32), (40, 40)):
         solution = hessquant.solve(torch.randn(2, columns), torch.eye(columns))
         assert solution.weight.grid.scales.shape == (2, columns // width)
+
+
+@pytest.mark.parametrize("scale", [2.0**130, 2.0**-140])
+def test_a_hessian_beyond_float32_changes_nothing_but_the_losses(scale):
+    weight, hessian = random_layer(128, 256, seed=9)
+    plain = hessquant.solve(weight.float(), hessian, Config(group_size=64))
+    scaled = hessquant.solve(weight.float(), hessian * scale, Config(group_size=64))
+    assert torch.equal(scaled.weight.codes, plain.weight.codes)
+    assert scaled.loss == pytest.approx(scale * plain.loss)
+
+
+def test_weights_whose_losses_overflow_are_refused():
+    weight, hessian = random_layer(2, 8, seed=10)
+    spec = GridSpec(bits=4, scale_dtype=torch.float32)
+    with pytest.raises(NonFiniteError, match="overflow"):
+        solved((weight * 1e30).float(), hessian, spec, Config())

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.problems import correlated_inputs
@@ -108,3 +110,9 @@ def test_a_layer_where_round_to_nearest_wins_every_row_keeps_it_and_says_so(monk
     nearest = min_max(weight, GridSpec(bits=4))
     assert torch.equal(solver.quantized["w"].codes, encode(weight, nearest))
     assert any("round-to-nearest" in sentence for sentence in degradations(solver.records))
+
+
+def test_a_weight_where_many_rows_fell_back_counts_as_degraded_and_a_few_rows_do_not():
+    record = solve({"w": torch.randn(40, 16)}, [target("w", 40, 16)], correlated_inputs(64, 16, 3).float()).records[0]
+    assert degradations([replace(record, fallback_rows=4)]) == ()
+    assert "in 5 of 40 rows" in degradations([replace(record, fallback_rows=5)])[0]

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from hessquant.calibration.prelude import BatchState
@@ -48,7 +49,9 @@ class Collector:
             NonFiniteError: If an input is NaN or Inf; names the weight, the window and the channel.
         """
         rows = product.inputs.reshape(-1, product.inputs.shape[-1])
-        statistics = self._statistics.get(stop.leader) or HessianStatistics.empty(rows.shape[1], rows.dtype)
+        statistics = self._statistics.get(stop.leader) or HessianStatistics.empty(
+            rows.shape[1], torch.float64 if rows.dtype == torch.float64 else torch.float32
+        )
         try:
             self._statistics[stop.leader] = hessian.add(statistics, rows, out=statistics.sum)
         except NonFiniteError as error:

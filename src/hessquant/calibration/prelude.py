@@ -103,7 +103,7 @@ def record_arguments(
         batches: Token ids.
 
     Raises:
-        CaptureError: If the blocks are not called one after another with a hidden state.
+        CaptureError: If the blocks are not called one after another, each with the hidden state of the one before.
     """
     calls: list[tuple[Tensor, BlockArguments]] = []
     states = []
@@ -116,6 +116,10 @@ def record_arguments(
                 raise CaptureError(
                     f"{len(calls)} of {len(blocks)} blocks were called; the model skips or repeats blocks"
                 )
+            # Stand-ins are the identity: whatever else arrives was made between blocks, where nothing replays it.
+            for name, (hidden, _) in zip(blocks, calls, strict=True):
+                if hidden is not calls[0][0]:
+                    raise CaptureError(f"the model changes the hidden state between blocks, before {name}")
             states.append(BatchState(calls[0][0], tuple(arguments for _, arguments in calls), batch.windows))
     return states
 

@@ -78,6 +78,31 @@ def evaluation_windows(
     return tuple(windows)
 
 
+def refuse_unfit(windows: Sequence[TokenWindow], *, context: int | None, vocabulary: int) -> None:
+    """Refuse windows that the model was not made for.
+
+    Args:
+        windows: Token windows.
+        context: Positions that the model knows; None = no limit.
+        vocabulary: Number of token ids.
+
+    Raises:
+        CalibrationError: If a window is longer than the context, or a token id is outside the vocabulary.
+    """
+    for index, window in enumerate(windows):
+        if context is not None and len(window.ids) > context:
+            raise CalibrationError(
+                f"window {index} has {len(window.ids)} tokens, but the model's context is {context}; "
+                f"take --window-length {context} or less"
+            )
+        strange = next((token for token in window.ids if not 0 <= token < vocabulary), None)
+        if strange is not None:
+            raise CalibrationError(
+                f"window {index} holds token id {strange}, but the model's vocabulary is {vocabulary}; "
+                "use the tokenizer that belongs to the model"
+            )
+
+
 def calibration_record(source: str, windows: Sequence[TokenWindow], tokens_available: int) -> CalibrationRecord:
     """Describe the windows.
 

@@ -1,7 +1,8 @@
 """What theory expects of a layer, from the factor's diagonal and the scales alone.
 
 Rounding errors are modelled as uniform on half a step to either side: variance s^2 / 12. They tell whether a better
-algorithm could still help, or only more bits can. All are totals of tr(E H E^T) with the damped H, clamping ignored.
+algorithm could still help, or only more bits can. All are totals of tr(E H E^T) with the damped H over live columns,
+clamping ignored.
 """
 
 import torch
@@ -25,8 +26,8 @@ def expected_rtn_loss(grid: Grid, hessian: Tensor) -> float:
 
 def expected_sweep_loss(grid: Grid, factor: Factor) -> float:
     """Expected loss of the sweep: sum_j s_j^2 / 12 * M_jj^2 (Babai's nearest plane, arXiv 2507.18553)."""
-    importance = factor.importance
-    return float((_step_energy(grid, len(importance)) * importance).sum())
+    live = ~factor.dead
+    return float((_step_energy(grid, len(live)) * factor.importance)[live].sum())
 
 
 def order_free_floor(grid: Grid, factor: Factor) -> float:
@@ -35,7 +36,9 @@ def order_free_floor(grid: Grid, factor: Factor) -> float:
     The product of the s_j^2 M_jj^2 is a determinant and does not depend on the order; their sum is least when all are
     equal (arithmetic and geometric mean): columns * (prod_j s_j^2 M_jj^2)^(1/columns) / 12, summed over rows.
     """
-    width = grid.spec.width(len(factor.lower))
-    log_importance = factor.importance.log().mean()
-    log_steps = 2 * grid.scales.double().log().repeat_interleave(width, dim=1).mean(1)
-    return float(len(factor.lower) * torch.exp(log_steps + log_importance).sum() / 12)
+    live = ~factor.dead
+    if not bool(live.any()):
+        return 0.0
+    log_importance = factor.importance[live].log().mean()
+    steps = grid.scales.double().repeat_interleave(grid.spec.width(len(live)), dim=1)[:, live]
+    return float(live.sum() * torch.exp(2 * steps.log().mean(1) + log_importance).sum() / 12)

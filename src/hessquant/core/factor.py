@@ -48,9 +48,11 @@ class Factor:
 
     @property
     def importance(self) -> Tensor:
-        """M_jj^2 of each column in the columns' own order, [columns], float64."""
+        """M_jj^2 of each column in the columns' own order, [columns], float64; a dead column's is the live mean."""
         squares = torch.empty_like(self.lower.diagonal())
         squares[self.order] = self.lower.diagonal() ** 2
+        if bool(self.dead.any()) and not bool(self.dead.all()):
+            squares[self.dead] = squares[~self.dead].mean()
         return squares
 
 

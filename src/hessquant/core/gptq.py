@@ -9,6 +9,7 @@ rest is a small triangular loop that a kernel runs. Same integers as GPTQ with t
 (arXiv 2210.17323, algorithm 1), at a quarter of the factorisation's cost.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -93,14 +94,16 @@ def solve(
         kernels: The inner loops.
 
     Raises:
-        NonFiniteError: If a weight is NaN or Inf; the message names its row and column.
+        NonFiniteError: If a weight is NaN or Inf; the message names its row and column. Or if the losses overflow.
         GridError: If the group size does not divide the columns, or a scale overflows its dtype.
     """
     place = first_non_finite(weight)
     if place is not None:
         raise NonFiniteError(f"weight at row {place[0]}, column {place[1]} is {float(weight[place])}", place)
     weight = weight if weight.dtype == torch.float64 else weight.float()
-    hessian = hessian.to(weight.dtype)
+    # In float32 a Hessian of any scale must neither overflow nor vanish; a power of two changes no digit.
+    unit = 2.0 ** math.frexp(float(hessian.diagonal().double().mean()))[1]
+    hessian = (hessian / unit).to(weight.dtype)
     if config.scales == "static":
         grid = fit_grid(weight, factor, spec, config, kernels)
         codes = sweep(weight, factor, grid, block_size=config.block_size, kernel=kernels.sweep_block)
@@ -113,12 +116,15 @@ def solve(
     nearest_loss = loss_per_row(weight - nearest.dequantize(weight.dtype), hessian)
     # With clamping the sweep can lose; "not better" also covers a row that overflowed.
     worse = ~(swept_loss <= nearest_loss)
+    loss = float(torch.where(worse, nearest_loss, swept_loss).double().sum())
+    if not math.isfinite(loss):
+        raise NonFiniteError(f"the loss is {loss}: weights of up to {float(weight.abs().max()):.3g} overflow")
     zero_groups, tiny_groups = count_degenerate(weight, spec)
     return Solution(
         weight=_take_rows(swept, nearest, worse),
-        loss=float(torch.where(worse, nearest_loss, swept_loss).double().sum()),
-        rtn_loss=float(nearest_loss.double().sum()),
-        output_energy=float(loss_per_row(weight, hessian).double().sum()),
+        loss=unit * loss,
+        rtn_loss=unit * float(nearest_loss.double().sum()),
+        output_energy=unit * float(loss_per_row(weight, hessian).double().sum()),
         expected_loss=bounds.expected_sweep_loss(swept.grid, factor),
         floor=bounds.order_free_floor(swept.grid, factor),
         fallback_rows=int(worse.sum()),
@@ -131,7 +137,8 @@ def fit_grid(weight: Tensor, factor: Factor, spec: GridSpec, config: Config, ker
     """Scales and zeros fixed before the sweep: searched against M_jj^2, or min-max."""
     if not config.scale_search:
         return min_max(weight, spec)
-    importance = factor.importance.to(weight.dtype)
+    importance = factor.importance / factor.importance.mean()
+    importance = importance.to(weight.dtype)
     scales, zeros = kernels.search_scales(weight.T.contiguous(), importance, spec, SHRINK_FACTORS)
     return Grid(spec, scales.T.contiguous(), zeros.T.contiguous())
 
@@ -174,7 +181,8 @@ def dynamic_sweep(weight: Tensor, factor: Factor, spec: GridSpec, config: Config
     order, lower = factor.order, factor.lower_as(weight.dtype)
     width = spec.width(weight.shape[1])
     visited = weight.T.contiguous().index_select(0, order)
-    importance = (lower.diagonal() ** 2).contiguous()
+    importance = factor.importance[order] / factor.importance.mean()
+    importance = importance.to(weight.dtype)
     errors = torch.zeros_like(visited)
     codes = torch.empty(weight.shape[::-1], dtype=torch.uint8, device=weight.device)
     scales = torch.empty(len(order) // width, len(weight), dtype=spec.scale_dtype, device=weight.device)

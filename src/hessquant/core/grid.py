@@ -135,10 +135,17 @@ def count_degenerate(weight: Tensor, spec: GridSpec) -> tuple[int, int]:
     >>> count_degenerate(torch.tensor([[0.0, 0.0, 1e-9, 0.0]]), GridSpec(bits=4, group_size=2))
     (1, 1)
     """
-    peaks = weight.reshape(len(weight), -1, spec.width(weight.shape[1])).abs().amax(-1)
-    zero = peaks == 0
-    tiny = (2 * peaks / spec.top < smallest_scale(spec.scale_dtype)) & ~zero
-    return int(zero.sum()), int(tiny.sum())
+    groups = weight.reshape(len(weight), -1, spec.width(weight.shape[1]))
+    span = _span(groups.amin(-1), groups.amax(-1), spec)
+    tiny = (span / spec.top < smallest_scale(spec.scale_dtype)) & (span > 0)
+    return int((span == 0).sum()), int(tiny.sum())
+
+
+def _span(low: Tensor, high: Tensor, spec: GridSpec) -> Tensor:
+    """From the least to the largest value that a group's grid must reach."""
+    if spec.symmetric:
+        return 2 * torch.maximum(low.abs(), high.abs())
+    return high.clamp(min=0) - low.clamp(max=0)
 
 
 def affine(low: Tensor, high: Tensor, spec: GridSpec) -> tuple[Tensor, Tensor]:
@@ -147,20 +154,21 @@ def affine(low: Tensor, high: Tensor, spec: GridSpec) -> tuple[Tensor, Tensor]:
     Raises:
         GridError: If a scale overflows the stored dtype.
     """
-    reach = torch.maximum(low.abs(), high.abs())
-    span = 2 * reach if spec.symmetric else high.clamp(min=0) - low.clamp(max=0)
+    span = _span(low, high, spec)
     raw = span / spec.top
     scales = raw.clamp(min=smallest_scale(spec.scale_dtype)).to(spec.scale_dtype)
     scales = torch.where(span == 0, torch.ones_like(scales), scales)
     if not bool(torch.isfinite(scales).all()):
         raise GridError(
             f"a scale of {float(raw.max()):.3g} does not fit {spec.scale_dtype}; the weights reach "
-            f"{float(reach.max()):.3g}: check the source checkpoint"
+            f"{float(torch.maximum(low.abs(), high.abs()).max()):.3g}: check the source checkpoint"
         )
     if spec.symmetric:
         zeros = torch.full_like(scales, spec.middle, dtype=torch.uint8)
     else:
-        zeros = torch.round(-low.clamp(max=0) / scales.to(low.dtype)).clamp(0, spec.top).to(torch.uint8)
+        zeros = torch.round(-low.clamp(max=0) / scales.to(low.dtype)).clamp(0, spec.top)
+        # Any zero stands for a group of zeros; 0 itself is the one that some formats cannot store.
+        zeros = torch.where(span == 0, spec.middle, zeros).to(torch.uint8)
     return scales, zeros
 
 

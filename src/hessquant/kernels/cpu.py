@@ -48,7 +48,8 @@ def search_scales(
     candidates = [affine(low * factor, high * factor, spec) for factor in shrink_factors]
     scales = torch.stack([scale for scale, _ in candidates])
     zeros = torch.stack([zero for _, zero in candidates])
-    best = torch.empty(low.shape, dtype=torch.int64)
+    # Zeros, as in the twin: a group whose every loss is NaN keeps the min-max scale.
+    best = torch.zeros(low.shape, dtype=torch.int64)
     with _torch_threads():
         _search_scales(
             weight.numpy(),

@@ -51,6 +51,7 @@ class ProbedProduct:
         transposed: Whether the parameter is stored [columns, rows].
         whole: Whether every product is with the whole 2-D parameter, on the same side.
         input_id: Number of the input tensor; equal for parameters multiplied with the very same tensor.
+        calls: Products of the parameter in one forward pass.
     """
 
     name: str
@@ -59,6 +60,7 @@ class ProbedProduct:
     transposed: bool
     whole: bool
     input_id: int
+    calls: int = 1
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ class _Recorder:
         rows = shape[-1] if first.transposed else shape[0]
         stored = (columns, rows) if first.transposed else (rows, columns)
         whole = shape == stored and all(call.whole and call.transposed == first.transposed for call in calls)
-        return ProbedProduct(first.name, rows, columns, first.transposed, whole, input_id)
+        return ProbedProduct(first.name, rows, columns, first.transposed, whole, input_id, len(calls))
 
 
 def _parameters(model: PreTrainedModel, blocks: tuple[str, ...]) -> dict[str, ProbedParameter]:

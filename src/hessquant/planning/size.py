@@ -35,7 +35,7 @@ def memory_bytes(probe: Probe, targets: Sequence[Target], config: Config) -> int
     The sum of
       - the whole model in float32,
       - one byte per quantized weight for the codes that wait to be written,
-      - of the block that needs most: a float32 Hessian per distinct input, and two float64 matrices as large as the
+      - of the block that needs most: a float32 Hessian per distinct input, and five float64 matrices as large as the
         largest of them for its factorisation,
       - of every calibration token: the hidden state before and after the block in float32, and, where each block runs
         once, what a suspended forward pass holds: two more hidden states and two rows as wide as the widest target.
@@ -56,4 +56,4 @@ def _statistics(targets: Iterable[Target], block: int) -> int:
     columns = [
         target.columns for target in targets if target.block == block and target.shares_input_with == target.name
     ]
-    return sum(_FLOAT32 * count**2 for count in columns) + 2 * _FLOAT64 * max(columns, default=0) ** 2
+    return sum(_FLOAT32 * count**2 for count in columns) + 5 * _FLOAT64 * max(columns, default=0) ** 2

@@ -70,6 +70,8 @@ def _fault(name: str, probe: Probe) -> str | None:
         return "outside the blocks"
     if not product.whole:
         return "not multiplied as a whole matrix"
+    if product.calls > 1:
+        return f"multiplied {product.calls} times in one forward pass, which is not supported yet"
     if parameter.same_as != name:
         return f"tied to {parameter.same_as}"
     return None if name.endswith(".weight") else "not named `<module>.weight`"

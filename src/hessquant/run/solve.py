@@ -16,6 +16,9 @@ from hessquant.errors import FactorizationError, GridError, NonFiniteError
 from hessquant.kernels.dispatch import kernels_for
 from hessquant.records import LayerRecord, Target
 
+_FALLBACK_SHARE = 0.1
+"""Rows that may fall back to round-to-nearest before a weight counts as degraded: a few always do, by chance."""
+
 
 class TargetSolver:
     """Solves targets one set of shared inputs at a time.
@@ -74,6 +77,11 @@ def degradations(records: list[LayerRecord]) -> tuple[str, ...]:
     for record in records:
         if record.method == "rtn":
             sentences.append(f"{record.name}: round-to-nearest was better than GPTQ in every row and was kept")
+        elif record.fallback_rows > _FALLBACK_SHARE * record.rows:
+            sentences.append(
+                f"{record.name}: round-to-nearest was better than GPTQ in {record.fallback_rows} of {record.rows} rows "
+                "and was kept there"
+            )
         if record.factorizations > 1:
             sentences.append(
                 f"{record.name}: damping was raised from {record.damping:g} to {record.damping_used:g}, because its "
