@@ -1,10 +1,16 @@
+from dataclasses import replace
+
 import pytest
+import torch
 from transformers import CohereConfig
 
 from hessquant.config import Config
 from hessquant.errors import PatternError, PlanError
+from hessquant.models.probe import _Recorder, probe
+from hessquant.models.source import load_config
 from hessquant.planning import make_plan
 from hessquant.planning.patterns import matches
+from hessquant.planning.targets import select_targets
 
 
 def names(plan):
@@ -122,3 +128,30 @@ def test_including_only_what_cannot_be_quantized_is_refused(llama):
 def test_excluding_everything_is_refused(llama):
     with pytest.raises(PlanError, match="nothing is left"):
         make_plan(*llama(), Config(exclude=("*",)))
+
+
+def test_a_weight_that_one_forward_pass_multiplies_twice_is_left_alone_with_the_reason(llama):
+    # Its Hessian would hold the inputs of the first call only.
+    source, tensors = llama()
+    seen = probe(source, load_config(source))
+    name = "model.layers.0.mlp.down_proj.weight"
+    products = tuple(replace(p, calls=2) if p.name == name else p for p in seen.products)
+    chosen, reasons = select_targets(replace(seen, products=products), tensors, Config())
+    assert name not in {product.name for product in chosen}
+    assert "multiplied 2 times in one forward pass" in reasons[name]
+
+
+def test_the_probe_counts_products():
+    class Twice(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4, bias=False)])
+
+        def forward(self, hidden):
+            return self.layers[0](torch.tanh(self.layers[0](hidden)))
+
+    model = Twice()
+    recorder = _Recorder(model, ("layers.0",))
+    with recorder.watch:
+        model(torch.ones(2, 4))
+    assert [(product.name, product.calls) for product in recorder.products("twice")] == [("layers.0.weight", 2)]
