@@ -10,7 +10,7 @@ rest is a small triangular loop that a kernel runs. Same integers as GPTQ with t
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -105,7 +105,7 @@ def solve(
     unit = 2.0 ** math.frexp(float(hessian.diagonal().double().mean()))[1]
     hessian = (hessian / unit).to(weight.dtype)
     if config.scales == "static":
-        grid = fit_grid(weight, factor, spec, config, kernels)
+        grid = fit_grid(weight, _relative_importance(factor, weight.dtype), spec, config, kernels)
         codes = sweep(weight, factor, grid, block_size=config.block_size, kernel=kernels.sweep_block)
         swept = QuantizedWeight(codes, grid)
     else:
@@ -133,14 +133,17 @@ def solve(
     )
 
 
-def fit_grid(weight: Tensor, factor: Factor, spec: GridSpec, config: Config, kernels: Kernels) -> Grid:
-    """Scales and zeros fixed before the sweep: searched against M_jj^2, or min-max."""
+def fit_grid(weight: Tensor, importance: Tensor, spec: GridSpec, config: Config, kernels: Kernels) -> Grid:
+    """Scales and zeros for weights as they are: searched against the columns' importance, [columns], or min-max."""
     if not config.scale_search:
         return min_max(weight, spec)
-    importance = factor.importance / factor.importance.mean()
-    importance = importance.to(weight.dtype)
     scales, zeros = kernels.search_scales(weight.T.contiguous(), importance, spec, SHRINK_FACTORS)
     return Grid(spec, scales.T.contiguous(), zeros.T.contiguous())
+
+
+def _relative_importance(factor: Factor, dtype: torch.dtype) -> Tensor:
+    """M_jj^2 over their mean, in the columns' own order: float32 holds them at any scale of the Hessian."""
+    return (factor.importance / factor.importance.mean()).to(dtype)
 
 
 def sweep(weight: Tensor, factor: Factor, grid: Grid, *, block_size: int, kernel: SweepKernel) -> Tensor:
@@ -181,8 +184,8 @@ def dynamic_sweep(weight: Tensor, factor: Factor, spec: GridSpec, config: Config
     order, lower = factor.order, factor.lower_as(weight.dtype)
     width = spec.width(weight.shape[1])
     visited = weight.T.contiguous().index_select(0, order)
-    importance = factor.importance[order] / factor.importance.mean()
-    importance = importance.to(weight.dtype)
+    importance = _relative_importance(factor, weight.dtype)[order]
+    one_group = replace(spec, group_size=-1)
     errors = torch.zeros_like(visited)
     codes = torch.empty(weight.shape[::-1], dtype=torch.uint8, device=weight.device)
     scales = torch.empty(len(order) // width, len(weight), dtype=spec.scale_dtype, device=weight.device)
@@ -191,15 +194,9 @@ def dynamic_sweep(weight: Tensor, factor: Factor, spec: GridSpec, config: Config
         members = slice(start, start + width)
         carried = lower[members, :start] @ errors[:start]
         seen = visited[members] + torch.linalg.solve_triangular(lower[members, members], carried, upper=False)
-        if config.scale_search:
-            found = kernels.search_scales(
-                seen, importance[members], GridSpec(spec.bits, spec.symmetric, -1, spec.scale_dtype), SHRINK_FACTORS
-            )
-        else:
-            fitted = min_max(seen.T, GridSpec(spec.bits, spec.symmetric, -1, spec.scale_dtype))
-            found = fitted.scales.T, fitted.zeros.T
+        grid = fit_grid(seen.T, importance[members], one_group, config, kernels)
         index = int(order[start]) // width
-        scales[index], zeros[index] = found[0][0], found[1][0]
+        scales[index], zeros[index] = grid.scales[:, 0], grid.zeros[:, 0]
         for first in range(start, start + width, config.block_size):
             block = slice(first, min(first + config.block_size, start + width))
             local = carried[first - start : block.stop - start] + lower[block, start:first] @ errors[start:first]
