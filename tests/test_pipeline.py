@@ -13,6 +13,7 @@ from hessquant.calibration.prelude import record_arguments
 from hessquant.checkpoint.decode import decoded_state
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.errors import CalibrationError, CheckpointError, NonFiniteError, OutputError, VerificationError
+from hessquant.models.probe import probe
 from hessquant.models.source import resolve
 from hessquant.pipeline import _load as load_for_evaluation
 from hessquant.records import RunReport
@@ -292,3 +293,16 @@ def test_windows_that_the_model_was_not_made_for_are_refused_before_work(ids, me
     with pytest.raises(CalibrationError, match=message):
         hessquant.quantize(make_model(config), tmp_path / "out", hessquant.Config(group_size=32), calibration=ids)
     assert not (tmp_path / "out").exists()
+
+
+def test_trust_in_the_models_code_reaches_the_probe_of_a_quantized_checkpoint(llama, tmp_path, monkeypatch):
+    hessquant.quantize(llama, tmp_path / "out", hessquant.Config(group_size=32), calibration=[tokens()])
+    asked = []
+
+    def noting(*args, trust_remote_code=False):
+        asked.append(trust_remote_code)
+        return probe(*args, trust_remote_code=trust_remote_code)
+
+    monkeypatch.setattr("hessquant.pipeline.probe", noting)
+    load_for_evaluation(resolve(str(tmp_path / "out")), True)
+    assert asked == [True]

@@ -279,7 +279,8 @@ def _load(source: ModelSource, trust_remote_code: bool) -> PreTrainedModel:
     with CheckpointReader(source.directory) as reader:
         transposed: set[str] = set()
         if quantization_of(reader.config) is not None:
-            seen = probe(source, load_config(source, trust_remote_code=trust_remote_code))
+            model_config = load_config(source, trust_remote_code=trust_remote_code)
+            seen = probe(source, model_config, trust_remote_code=trust_remote_code)
             transposed = {product.name for product in seen.products if product.transposed}
         state = decoded_state(reader, transposed=transposed)
     return build(source, state, trust_remote_code=trust_remote_code)
