@@ -4,6 +4,7 @@ M = flip(cholesky(flip(H)))^T. The ratios M_jk / M_jj are GPTQ's compensation co
 (Babai's nearest plane on the lattice of H: arXiv 2507.18553).
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -78,20 +79,23 @@ def factorize(hessian: Tensor, *, damping: float, order: Order, group_width: int
     >>> torch.allclose(m.T @ m, h), round(float(m[1, 0] / m[1, 1]), 4)
     (True, 0.6667)
     """
-    finite = torch.isfinite(hessian)
-    if not bool(finite.all()):
-        channel = int((~finite).nonzero()[0][0])
+    if not all(math.isfinite(float(extreme)) for extreme in hessian.aminmax()):
+        channel = int((~torch.isfinite(hessian)).nonzero()[0][0])
         raise NonFiniteError(f"the Hessian is not finite at channel {channel}: an input was NaN or Inf")
     diagonal = hessian.diagonal().double()
     dead = diagonal == 0
     live_mean = float(diagonal[~dead].mean()) if not bool(dead.all()) else 1.0
     visit = column_order(diagonal, order, group_width)
-    permuted = hessian.double()[visit][:, visit]
-    permuted.diagonal().add_(dead[visit].double() * live_mean)
+    # Gathered in its own dtype, from the last column visited to the first: at 4096 columns each float64 copy costs as
+    # much as a tenth of the factorisation.
+    backwards = visit.flip(0)
+    reversed_hessian = hessian.index_select(0, backwards).index_select(1, backwards).double()
+    undamped = (diagonal + dead.double() * live_mean)[backwards]
     wanted, attempts = damping, 0
     while True:
         attempts += 1
-        lower = _cholesky(permuted, wanted * live_mean)
+        reversed_hessian.diagonal().copy_(undamped + wanted * live_mean)
+        lower = _cholesky(reversed_hessian)
         if lower is not None:
             return Factor(lower, visit, wanted, attempts, dead)
         if wanted >= LARGEST_DAMPING:
@@ -102,15 +106,12 @@ def factorize(hessian: Tensor, *, damping: float, order: Order, group_width: int
         wanted = min(max(10 * wanted, _FIRST_RETRY), LARGEST_DAMPING)
 
 
-def _cholesky(hessian: Tensor, shift: float) -> Tensor | None:
-    """M with M^T M = H + shift I, or None when the factorisation fails or rests on rounding noise."""
-    damped = hessian.clone()
-    damped.diagonal().add_(shift)
-    upper, info = torch.linalg.cholesky_ex(damped.flip(0, 1))
+def _cholesky(reversed_hessian: Tensor) -> Tensor | None:
+    """M, given the damped H with rows and columns reversed; None if that fails or rests on rounding noise."""
+    upper, info = torch.linalg.cholesky_ex(reversed_hessian, upper=True)
     if int(info) != 0:
         return None
-    noise = torch.finfo(damped.dtype).eps * len(damped) * damped.diagonal().max()
+    noise = torch.finfo(upper.dtype).eps * len(upper) * reversed_hessian.diagonal().max()
     if bool((upper.diagonal() ** 2).min() <= noise):
         return None
-    lower: Tensor = upper.flip(0, 1).T.contiguous()
-    return lower
+    return upper.flip(0, 1)

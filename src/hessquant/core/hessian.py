@@ -68,20 +68,20 @@ def add(
     left = inputs.to(statistics.sum.dtype)
     right = left if token_weights is None else left * token_weights.to(left.dtype).unsqueeze(1)
     total = torch.empty_like(statistics.sum) if out is None else out
-    for rows, columns in _lower_tiles(0, len(total)):
+    for rows, columns in lower_tiles(0, len(total)):
         torch.addmm(statistics.sum[rows, columns], left[:, rows].T, right[:, columns], out=total[rows, columns])
     weight_sum = float(len(inputs)) if token_weights is None else float(token_weights.double().sum())
     return HessianStatistics(total, statistics.weight_sum + weight_sum, statistics.token_count + len(inputs))
 
 
 @cache
-def _lower_tiles(start: int, stop: int) -> list[tuple[slice, slice]]:
+def lower_tiles(start: int, stop: int) -> list[tuple[slice, slice]]:
     """Tiles that cover the lower triangle: one square below the diagonal, and the same again in both halves."""
     if stop - start <= _DIAGONAL_TILE:
         return [(slice(start, stop), slice(start, stop))]
     middle = (start + stop) // 2
     below = (slice(middle, stop), slice(start, middle))
-    return [*_lower_tiles(start, middle), below, *_lower_tiles(middle, stop)]
+    return [*lower_tiles(start, middle), below, *lower_tiles(middle, stop)]
 
 
 def merge(first: HessianStatistics, second: HessianStatistics) -> HessianStatistics:

@@ -5,6 +5,8 @@
 
 from torch import Tensor
 
+from hessquant.core.hessian import lower_tiles
+
 
 def loss_per_row(error: Tensor, hessian: Tensor) -> Tensor:
     """e_r H e_r^T for every row.
@@ -21,7 +23,11 @@ def loss_per_row(error: Tensor, hessian: Tensor) -> Tensor:
     >>> round(loss_per_row(torch.tensor([[0.12, -0.2]], dtype=torch.float64), h).item(), 6)
     0.0816
     """
-    return ((error @ hessian) * error).sum(1)
+    total = error.new_zeros(len(error))
+    for rows, columns in lower_tiles(0, len(hessian)):
+        part = ((error[:, rows] @ hessian[rows, columns]) * error[:, columns]).sum(1)
+        total += part if rows == columns else 2 * part
+    return total
 
 
 def loss(error: Tensor, hessian: Tensor) -> float:
