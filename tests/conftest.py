@@ -116,11 +116,15 @@ def run_report(plan):
     layers = tuple(_layer(target, index) for index, target in enumerate(plan.targets))
     return RunReport(
         version="0.1.0",
+        run="cd" * 32,
         settings=asdict(Config(group_size=64)),
         plan=plan,
         calibration=CalibrationRecord("valid.txt", 128, 65_536, 287_645, "ab" * 32),
         layers=layers,
+        capture="once",
         forwards_per_block=1.0,
+        resumed_blocks=0,
+        mapped_activation_bytes=0,
         degraded=(
             f"{layers[17].name}: damping raised from 0.01 to 0.1",
             f"{layers[20].name}: every row rounded to nearest",

@@ -12,10 +12,10 @@ import hessquant
 from hessquant.calibration.prelude import record_arguments
 from hessquant.checkpoint.decode import decoded_state
 from hessquant.checkpoint.reader import CheckpointReader
-from hessquant.errors import CalibrationError, CheckpointError, NonFiniteError, OutputError, VerificationError
+from hessquant.errors import CalibrationError, NonFiniteError, OutputError, SourceError, VerificationError
 from hessquant.models.probe import probe
 from hessquant.models.source import resolve
-from hessquant.pipeline import _load as load_for_evaluation
+from hessquant.pipeline.evaluating import load_model as load_for_evaluation
 from hessquant.records import RunReport
 
 TINY = {
@@ -183,18 +183,21 @@ def test_a_bad_window_stops_the_run_and_leaves_no_checkpoint(llama, tmp_path, mo
         state.hidden[state.windows.index(7), 9, 11] = float("nan")
         return states
 
-    monkeypatch.setattr("hessquant.pipeline.record_arguments", poisoned)
+    monkeypatch.setattr("hessquant.pipeline.blocks.record_arguments", poisoned)
     with pytest.raises(NonFiniteError, match=r"model\.layers\.0\.self_attn\.q_proj\.weight.*window 7, token 9"):
         hessquant.quantize(llama, tmp_path / "out", hessquant.Config(group_size=32), calibration=[tokens()])
     assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
 
 
-def test_a_weight_that_is_nan_stops_the_run_and_names_itself(llama, tmp_path):
+def test_a_weight_that_is_nan_is_refused_before_any_work(llama, tmp_path):
     state = load_file(f"{llama}/model.safetensors")
     state["model.layers.1.mlp.down_proj.weight"][3, 4] = float("nan")
     save_file(state, f"{llama}/model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(NonFiniteError, match=r"model\.layers\.1\.mlp\.down_proj\.weight: weight at row 3, column 4"):
+    with pytest.raises(
+        SourceError, match=r"safetensors: tensor model\.layers\.1\.mlp\.down_proj\.weight is nan at \[3, 4\]"
+    ):
         hessquant.quantize(llama, tmp_path / "out", hessquant.Config(group_size=32), calibration=[tokens()])
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_an_output_that_is_not_empty_is_refused_before_any_work(llama, tmp_path):
@@ -202,6 +205,7 @@ def test_an_output_that_is_not_empty_is_refused_before_any_work(llama, tmp_path)
     (tmp_path / "out" / "notes.txt").write_text("mine")
     with pytest.raises(OutputError, match=r"notes\.txt"):
         hessquant.quantize(llama, tmp_path / "out", calibration=[tokens()])
+    assert not (tmp_path / "out.run").exists()
 
 
 @pytest.mark.parametrize(
@@ -210,14 +214,13 @@ def test_an_output_that_is_not_empty_is_refused_before_any_work(llama, tmp_path)
         ("verify", VerificationError("x: differs"), VerificationError),
         ("verify", MemoryError(), MemoryError),
         ("to_html", KeyboardInterrupt(), KeyboardInterrupt),
-        ("to_html", OSError(28, "No space left on device"), CheckpointError),
     ],
 )
 def test_whatever_fails_after_writing_the_checkpoint_is_withdrawn(step, raised, seen, llama, tmp_path, monkeypatch):
     def fail(*_):
         raise raised
 
-    monkeypatch.setattr(f"hessquant.pipeline.{step}", fail)
+    monkeypatch.setattr(f"hessquant.pipeline.quantizing.{step}", fail)
     with pytest.raises(seen):
         hessquant.quantize(llama, tmp_path / "out", hessquant.Config(group_size=32), calibration=[tokens()])
     assert not (tmp_path / "out" / "config.json").exists()
@@ -303,6 +306,6 @@ def test_trust_in_the_models_code_reaches_the_probe_of_a_quantized_checkpoint(ll
         asked.append(trust_remote_code)
         return probe(*args, trust_remote_code=trust_remote_code)
 
-    monkeypatch.setattr("hessquant.pipeline.probe", noting)
+    monkeypatch.setattr("hessquant.pipeline.evaluating.probe", noting)
     load_for_evaluation(resolve(str(tmp_path / "out")), True)
     assert asked == [True]

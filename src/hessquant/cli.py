@@ -4,15 +4,17 @@
     2    refused before any work was done, or the command line is wrong
     3    failed on the way, or `inspect` found faults
     4    done, but something was degraded and `--strict` was asked for
-    130  interrupted
+    130  interrupted by Ctrl-C (143 by SIGTERM); `quantize` says how to go on
 
 With `--json`, standard output holds exactly one JSON object; tables, progress and messages go to standard error.
 """
 
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -31,7 +33,7 @@ from hessquant.report.terminal import render_evaluation, render_inspection, rend
 
 # The pipeline is imported inside each command: it brings torch, and `--help` should not wait for that.
 
-_DONE, _REFUSED, _FAILED, _DEGRADED, _INTERRUPTED = 0, 2, 3, 4, 130
+_DONE, _REFUSED, _FAILED, _DEGRADED, _INTERRUPTED, _TERMINATED = 0, 2, 3, 4, 130, 143
 
 # Typer does not export the base of its usage errors in every release that we allow.
 _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__base__)
@@ -50,15 +52,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     # Looked for here, not in the parsed options, since a usage error leaves none.
     as_json = "--json" in arguments
+    received: list[int] = []
     try:
         # Commands return their exit code; without standalone mode typer passes it on, and errors too.
-        code = int(app(arguments, prog_name="hessquant", standalone_mode=False) or _DONE)
+        with _sigterm_interrupts(received):
+            code = int(app(arguments, prog_name="hessquant", standalone_mode=False) or _DONE)
     except _UsageError as error:
         error.show()
         return _give_up(as_json, type(error).__name__, error.format_message(), _REFUSED, say="")
     except HessquantError as error:
         verb = "refused" if isinstance(error, RefusedError) else "failed"
         return _give_up(as_json, type(error).__name__, str(error), error.exit_code, say=f"{verb}: {error}")
+    except _RunInterrupted as error:
+        return _give_up(as_json, "KeyboardInterrupt", str(error), error.exit_code, say=str(error))
     except KeyboardInterrupt:
         code = _INTERRUPTED
     except Exception as error:
@@ -67,7 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _give_up(as_json, type(error).__name__, str(error), _FAILED, say=say)
     # Typer itself may catch Ctrl-C, and then hands back its exit code.
     if code == _INTERRUPTED:
-        return _give_up(as_json, "KeyboardInterrupt", "interrupted", code, say="interrupted")
+        return _give_up(
+            as_json, "KeyboardInterrupt", "interrupted", _TERMINATED if received else code, say="interrupted"
+        )
     return code
 
 
@@ -115,22 +123,32 @@ def quantize(
             help="Calibration text: builtin, a .txt or .jsonl file, or hub:ID, with :CONFIG :SPLIT :COLUMN after it.",
         ),
     ] = "builtin",
+    run_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where finished blocks are kept. [default: OUT.run]")
+    ] = None,
+    keep_run: Annotated[bool, typer.Option("--keep-run", help="Leave them there when the run has ended well.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 4 when anything was degraded.")] = False,
     as_json: Json = False,
 ) -> int:
     """Quantize MODEL and write the checkpoint and its report to OUT."""
     tables = Console(file=sys.stderr if as_json else sys.stdout)
-    with redirect_stdout(sys.stderr), make_progress(Console(stderr=True)) as progress:
-        from hessquant import pipeline
+    run_dir = run_dir or out.with_name(f"{out.name}.run")
+    try:
+        with redirect_stdout(sys.stderr), make_progress(Console(stderr=True)) as progress:
+            from hessquant import pipeline
 
-        report = pipeline.quantize(
-            model,
-            out,
-            config,
-            calibration=calibration,
-            progress=progress,
-            on_plan=lambda planned: tables.print(render_plan(planned)),
-        )
+            report = pipeline.quantize(
+                model,
+                out,
+                config,
+                calibration=calibration,
+                run_dir=run_dir,
+                keep_run=keep_run,
+                progress=progress,
+                on_plan=lambda planned: tables.print(render_plan(planned)),
+            )
+    except KeyboardInterrupt as interrupt:
+        raise _RunInterrupted(interrupt, run_dir) from interrupt
     _show(report, render_run(report, out), as_json)
     if strict and report.degraded:
         _say(f"degraded, and --strict was asked for: {len(report.degraded)} things, first: {report.degraded[0]}")
@@ -196,6 +214,43 @@ def _give_up(as_json: bool, kind: str, message: str, code: int, say: str) -> int
     if as_json:
         typer.echo(error_json(kind, message, code))
     return code
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, which is to end a run as Ctrl-C does."""
+
+
+@contextmanager
+def _sigterm_interrupts(received: list[int]) -> Iterator[None]:
+    """Inside, SIGTERM raises and is noted; outside of the main thread, where it cannot be handled, nothing changes."""
+
+    def handle(number: int, _frame: object) -> None:
+        received.append(number)
+        raise _Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _RunInterrupted(Exception):
+    """A run that ended by Ctrl-C or SIGTERM; the message says how to go on."""
+
+    def __init__(self, interrupt: KeyboardInterrupt, run_dir: Path) -> None:
+        from hessquant.run.store import count_finished
+
+        kept = count_finished(run_dir)
+        super().__init__(
+            f"interrupted; finished blocks ({kept}) are kept in {run_dir}: the same command goes on from there"
+            if kept
+            else "interrupted; no block was finished yet, so the same command begins anew"
+        )
+        self.exit_code = _TERMINATED if isinstance(interrupt, _Terminated) else _INTERRUPTED
 
 
 def _say(message: str) -> None:

@@ -8,7 +8,7 @@ from hessquant.errors import ConfigError
 Order = Literal["activation", "natural", "group"]
 Scales = Literal["static", "dynamic"]
 Format = Literal["gptq"]
-CaptureMethod = Literal["once", "passes"]
+CaptureMethod = Literal["auto", "once", "passes"]
 
 AUTO_GROUP_SIZES = (128, 64, 32)
 
@@ -27,6 +27,7 @@ class Config:
         scales: "static" fixes every scale before the sweep; "dynamic" fits a group's scales when
             the sweep reaches it, to the weights as compensated by then.
         scale_search: Search each group's scale for the least weighted error, or take min-max.
+        refinement_rounds: Rounds of descent over scales and codes after the sweep; 0 = plain GPTQ.
         damping: Fraction of the mean Hessian diagonal that is added to the diagonal.
         block_size: Columns per lazy block of the sweep.
         num_windows: Calibration windows.
@@ -36,7 +37,11 @@ class Config:
         exclude: Patterns of weight names to leave alone.
         seed: Seed of every random choice.
         capture: "once" runs each block once (DESIGN "forward once"); "passes" runs it several
-            times, stopping early, and holds less in memory.
+            times, stopping early, and holds less in memory; "auto" takes "once" where `activation_memory`
+            allows it. The result is the same.
+        activation_memory: Bytes that activations of the calibration tokens may take in memory; those between
+            blocks go to a file beyond that. None = a quarter of what is free when the run begins.
+        shard_bytes: Largest size of an output file, unless one weight alone is larger.
         trust_remote_code: Allow code that comes with the model to run.
 
     Raises:
@@ -50,6 +55,7 @@ class Config:
     order: Order = "activation"
     scales: Scales = "static"
     scale_search: bool = True
+    refinement_rounds: int = 2
     damping: float = 0.01
     block_size: int = 128
     num_windows: int = 128
@@ -58,7 +64,9 @@ class Config:
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     seed: int = 0
-    capture: CaptureMethod = "once"
+    capture: CaptureMethod = "auto"
+    activation_memory: int | None = None
+    shard_bytes: int = 4_000_000_000
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
@@ -76,13 +84,16 @@ class Config:
             raise ConfigError(f"group_size is {self.group_size}; choose 'auto', -1 or a positive number")
         if not 0 <= self.damping <= 1:
             raise ConfigError(f"damping is {self.damping}; choose a fraction from 0 to 1, for example 0.01")
-        for name, count in (
-            ("block_size", self.block_size),
-            ("num_windows", self.num_windows),
-            ("window_length", self.window_length),
+        for name, count, least in (
+            ("block_size", self.block_size, 1),
+            ("num_windows", self.num_windows, 1),
+            ("window_length", self.window_length, 1),
+            ("shard_bytes", self.shard_bytes, 1),
+            ("refinement_rounds", self.refinement_rounds, 0),
+            ("activation_memory", self.activation_memory or 0, 0),
         ):
-            if count < 1:
-                raise ConfigError(f"{name} is {count}; it must be at least 1")
+            if count < least:
+                raise ConfigError(f"{name} is {count}; it must be at least {least}")
         if self.scales == "dynamic" and self.order == "activation":
             raise ConfigError(
                 "dynamic scales in activation order would need a permuted g_idx, which servers have "

@@ -11,7 +11,8 @@ The branch an error hangs from decides the exit code of the command line:
     |   |   `-- PatternError          an include or exclude pattern matches nothing
     |   |-- CalibrationError          the calibration text cannot be used
     |   |   `-- NotEnoughTextError    fewer tokens than the windows asked for need
-    |   `-- OutputError               the output directory cannot be written to
+    |   |-- OutputError               the output directory cannot be written to
+    |   `-- RunError                  the run directory belongs to another run or process
     `-- FailedError                   exit 3: failed on the way, nothing finished-looking is left
         |-- NonFiniteError            NaN or Inf in inputs, weights or statistics
         |-- FactorizationError        the Hessian cannot be factored within the damping bounds
@@ -66,6 +67,10 @@ class NotEnoughTextError(CalibrationError):
 
 class OutputError(RefusedError):
     """The output directory cannot be written to."""
+
+
+class RunError(RefusedError):
+    """The run directory belongs to another run, or to another process."""
 
 
 class FailedError(HessquantError):

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -40,6 +41,9 @@ def build_config(
     damping: Annotated[
         float, typer.Option(help="Fraction of the mean Hessian diagonal that is added to it.")
     ] = _DEFAULTS.damping,
+    refinement_rounds: Annotated[
+        int, typer.Option(help="Rounds of descent over scales and codes after the sweep; 0 = plain GPTQ.")
+    ] = _DEFAULTS.refinement_rounds,
     num_windows: Annotated[int, typer.Option(help="Calibration windows.")] = _DEFAULTS.num_windows,
     window_length: Annotated[int, typer.Option(help="Tokens per calibration window.")] = _DEFAULTS.window_length,
     allow_fewer: Annotated[
@@ -53,8 +57,16 @@ def build_config(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = _DEFAULTS.seed,
     capture: Annotated[
-        CaptureMethod, typer.Option(help="Run each block once, or in several passes that hold less in memory.")
+        CaptureMethod,
+        typer.Option(help="Run each block once, in several passes that hold less, or whichever the memory allows."),
     ] = _DEFAULTS.capture,
+    activation_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Memory for activations, such as 8GB; the rest goes to a file. [default: 1/4 of free]"
+        ),
+    ] = None,
+    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest size of an output file.")] = "4GB",
     trust_remote_code: TrustRemoteCode = False,
 ) -> Config:
     """Turn the options that `plan` and `quantize` share into a config."""
@@ -66,6 +78,7 @@ def build_config(
         order=order,
         scales=scales,
         scale_search=not no_scale_search,
+        refinement_rounds=refinement_rounds,
         damping=damping,
         num_windows=num_windows,
         window_length=window_length,
@@ -74,6 +87,8 @@ def build_config(
         exclude=tuple(exclude or ()),
         seed=seed,
         capture=capture,
+        activation_memory=None if activation_memory is None else parse_size("activation_memory", activation_memory),
+        shard_bytes=parse_size("shard_size", shard_size),
         trust_remote_code=trust_remote_code,
     )
 
@@ -97,6 +112,22 @@ def takes_config(command: Callable[..., int]) -> Callable[..., int]:
     )
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
     return run
+
+
+def parse_size(name: str, text: str) -> int:
+    """Bytes of a size such as 512MB or 4GB (powers of 1000), 4GiB (of 1024), or a plain number.
+
+    Raises:
+        ConfigError: If it is none of these.
+
+    >>> parse_size("shard_size", "4GB"), parse_size("shard_size", "1.5 KiB")
+    (4000000000, 1536)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise ConfigError(f"{name} is {text!r}; give bytes, or a size such as 512MB, 4GB or 4GiB")
+    number, prefix, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
 
 
 def _group_size(text: str) -> int | Literal["auto"]:

@@ -213,14 +213,19 @@ class RunReport:
 
     Attributes:
         version: Version of Hessquant.
+        run: Digest of everything that the result depends on; the same for a run that was resumed.
         settings: The config as asked for.
         plan: What was decided before.
         calibration: Tokens used.
         layers: One record per target, in the order they were quantized.
-        forwards_per_block: Forward passes of a block per calibration window.
+        capture: Whether each block was run once, or in several passes.
+        forwards_per_block: Forward passes of a block per calibration window, replays of finished
+            blocks after an interruption included.
+        resumed_blocks: Blocks that an earlier, interrupted run had finished.
+        mapped_activation_bytes: Bytes of activations between blocks that were kept in files.
         degraded: One sentence per thing that is less than asked for; empty when all went well.
-        seconds: Wall time of the run.
-        cpu_seconds: CPU time of the run.
+        seconds: Wall time of this process's part of the run.
+        cpu_seconds: CPU time, likewise.
         peak_memory_bytes: Largest resident set of the process.
         output_bytes: Bytes of the tensors written.
         verified_tensors: Quantized weights that were re-read and decoded to the solver's values.
@@ -228,11 +233,15 @@ class RunReport:
     """
 
     version: str
+    run: str
     settings: Mapping[str, object]
     plan: Plan
     calibration: CalibrationRecord
     layers: tuple[LayerRecord, ...]
+    capture: Literal["once", "passes"]
     forwards_per_block: float
+    resumed_blocks: int
+    mapped_activation_bytes: int
     degraded: tuple[str, ...]
     seconds: float
     cpu_seconds: float

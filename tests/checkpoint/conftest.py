@@ -1,5 +1,5 @@
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +8,8 @@ from safetensors.torch import save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hessquant.checkpoint.reader import CheckpointReader
-from hessquant.checkpoint.writer import write_checkpoint
+from hessquant.checkpoint.verify import verify
+from hessquant.checkpoint.writer import complete, write_checkpoint
 from hessquant.config import Config
 from hessquant.core.grid import GridSpec, QuantizedWeight, encode, min_max
 from hessquant.records import Plan, Target, Untouched
@@ -35,10 +36,27 @@ class Case:
     sidecars = SIDECARS
     left_behind = LEFT_BEHIND
 
-    def write(self, **changes):
+    def write(self, shard_bytes=1 << 30):
+        """Write and complete the checkpoint; the bytes of its tensors."""
+        self.complete(self.write_incomplete(shard_bytes))
+        with CheckpointReader(self.out) as written:
+            return sum(info.bytes for info in written.tensors.values())
+
+    def write_incomplete(self, shard_bytes=1 << 30):
+        config = replace(self.config, shard_bytes=shard_bytes)
         with CheckpointReader(self.source) as reader:
-            options = {"version": "0.1.0"} | changes
-            return write_checkpoint(self.out, reader, self.source, self.plan, self.config, self.quantized, **options)
+            return write_checkpoint(
+                self.out, reader, self.source, self.plan, config, self.quantized, run="a run", version="0.1.0"
+            )
+
+    def complete(self, written):
+        complete(self.out, written)
+
+    def verify(self):
+        """Verify what is in `out` by the config that is there."""
+        with CheckpointReader(self.source) as source:
+            config = json.loads((self.out / "config.json").read_text())
+            return verify(self.out, config, self.quantized, source, self.plan)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ from safetensors.torch import load_file, save_file
 from hessquant.checkpoint.decode import decoded_state, quantization_of
 from hessquant.checkpoint.inspect import inspect_checkpoint
 from hessquant.checkpoint.reader import CheckpointReader
-from hessquant.checkpoint.verify import verify
 from hessquant.core.grid import Grid, GridSpec, QuantizedWeight
 from hessquant.errors import SourceError, VerificationError
 from hessquant.formats import gptq
@@ -55,8 +54,8 @@ DAMAGES = [
 def test_verification_names_the_tensor_that_differs(case, change, complaint):
     case.write()
     damage(case.out, change)
-    with CheckpointReader(case.source) as source, pytest.raises(VerificationError, match=complaint):
-        verify(case.out, case.quantized, source, case.plan)
+    with pytest.raises(VerificationError, match=complaint):
+        case.verify()
 
 
 @pytest.mark.parametrize(
@@ -71,8 +70,8 @@ def test_verification_names_the_tensor_that_differs(case, change, complaint):
 def test_verification_reads_by_the_written_config(case, changes, complaint):
     case.write()
     set_quantization(case.out, **changes)
-    with CheckpointReader(case.source) as source, pytest.raises(VerificationError, match=complaint):
-        verify(case.out, case.quantized, source, case.plan)
+    with pytest.raises(VerificationError, match=complaint):
+        case.verify()
 
 
 def test_verification_compares_the_configs(case):
@@ -80,13 +79,12 @@ def test_verification_compares_the_configs(case):
     path = case.out / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"vocab_size": 98}))
-    with CheckpointReader(case.source) as source:
-        with pytest.raises(VerificationError, match="differs from the source's"):
-            verify(case.out, case.quantized, source, case.plan)
-        path.write_text(json.dumps(config))
-        (case.out / "quantize_config.json").write_text("{}")
-        with pytest.raises(VerificationError, match="differently"):
-            verify(case.out, case.quantized, source, case.plan)
+    with pytest.raises(VerificationError, match="differs from the source's"):
+        case.verify()
+    path.write_text(json.dumps(config))
+    (case.out / "quantize_config.json").write_text("{}")
+    with pytest.raises(VerificationError, match="differently"):
+        case.verify()
 
 
 def test_a_weight_of_another_shape_than_solved_does_not_verify(case):
@@ -94,19 +92,16 @@ def test_a_weight_of_another_shape_than_solved_does_not_verify(case):
     solved = case.quantized[f"{UP}.weight"]
     grid = Grid(solved.grid.spec, solved.grid.scales[:64], solved.grid.zeros[:64])
     case.quantized[f"{UP}.weight"] = QuantizedWeight(solved.codes[:64], grid)
-    with (
-        CheckpointReader(case.source) as source,
-        pytest.raises(VerificationError, match=rf"{UP} decodes to \[128, 64\]"),
-    ):
-        verify(case.out, case.quantized, source, case.plan)
+    with pytest.raises(VerificationError, match=rf"{UP} decodes to \[128, 64\]"):
+        case.verify()
 
 
 def test_a_truncated_output_does_not_verify(case):
     case.write()
     path = case.out / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
-    with CheckpointReader(case.source) as source, pytest.raises(VerificationError, match=r"model\.safetensors"):
-        verify(case.out, case.quantized, source, case.plan)
+    with pytest.raises(VerificationError, match=r"model\.safetensors"):
+        case.verify()
 
 
 def test_the_decoded_state_is_the_solved_weights_and_the_untouched_tensors(case):

@@ -10,8 +10,7 @@ from transformers import AutoConfig
 from hessquant.checkpoint import shards, writer
 from hessquant.checkpoint.reader import DTYPE_BYTES, CheckpointReader
 from hessquant.checkpoint.shards import Unit, plan_shards, write_shard
-from hessquant.checkpoint.verify import verify
-from hessquant.checkpoint.writer import refuse_unless_empty
+from hessquant.checkpoint.writer import RUN_MARK, refuse_output
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError, OutputError
 from hessquant.records import TensorInfo
@@ -52,8 +51,7 @@ def test_a_written_checkpoint_verifies_in_one_or_many_shards(case, tmp_path):
     for directory, shard_bytes in ((tmp_path / "one", 1 << 30), (tmp_path / "many", 20_000)):
         case.out = directory
         size = case.write(shard_bytes=shard_bytes)
-        with CheckpointReader(case.source) as source:
-            assert verify(directory, case.quantized, source, case.plan) == 14
+        assert case.verify() == 14
         with CheckpointReader(directory) as written:
             assert size == sum(info.bytes for info in written.tensors.values())
             files = {info.file for info in written.tensors.values()}
@@ -70,8 +68,7 @@ def test_an_asymmetric_weight_with_a_zero_of_0_is_written_as_v2_and_verifies(mak
     first.grid.zeros[0, 0] = 0
     case.write()
     assert json.loads((case.out / "quantize_config.json").read_text())["checkpoint_format"] == "gptq_v2"
-    with CheckpointReader(case.source) as source:
-        assert verify(case.out, case.quantized, source, case.plan) == 14
+    assert case.verify() == 14
 
 
 def test_each_shard_stays_below_the_limit_and_holds_whole_units():
@@ -180,7 +177,9 @@ def test_config_comes_last_and_the_index_just_before(case, monkeypatch):
     case.write(shard_bytes=20_000)
     assert order[-2:] == ["model.safetensors.index.json", "config.json"]
     assert order.count("config.json") == 1
-    assert order[0].startswith("model-00001-of-")
+    assert order[0] == RUN_MARK
+    assert order[1].startswith("model-00001-of-")
+    assert not (case.out / RUN_MARK).exists()
 
 
 @pytest.mark.parametrize(
@@ -203,11 +202,12 @@ def test_a_write_that_fails_in_shard_2_never_looks_complete(case, monkeypatch, f
     with pytest.raises(raised):
         case.write(shard_bytes=20_000)
     left = files_of(case.out)
-    assert len(left) == 1
-    assert left[0].startswith("model-00001-of-")
-    monkeypatch.undo()
+    assert len(left) == 2
+    assert left[0] == RUN_MARK
+    assert left[1].startswith("model-00001-of-")
+    refuse_output(case.out, "a run", 0)
     with pytest.raises(OutputError, match="is not empty"):
-        case.write(shard_bytes=20_000)
+        refuse_output(case.out, "another run", 0)
 
 
 def test_a_full_disk_is_named(case, monkeypatch):
@@ -220,14 +220,19 @@ def test_a_full_disk_is_named(case, monkeypatch):
 
 
 def test_a_directory_with_anything_in_it_is_refused(tmp_path):
-    refuse_unless_empty(tmp_path)
-    refuse_unless_empty(tmp_path / "not" / "yet")
+    refuse_output(tmp_path, "a run", 0)
+    refuse_output(tmp_path / "not" / "yet", "a run", 0)
     (tmp_path / ".hidden").touch()
     with pytest.raises(OutputError, match=r"is not empty \(it holds \.hidden\)"):
-        refuse_unless_empty(tmp_path)
+        refuse_output(tmp_path, None, 0)
     with pytest.raises(OutputError, match="is a file"):
-        refuse_unless_empty(tmp_path / ".hidden" / "out")
+        refuse_output(tmp_path / ".hidden" / "out", "a run", 0)
     assert not (tmp_path / "not").exists()
+
+
+def test_too_little_room_is_refused_before_writing(tmp_path):
+    with pytest.raises(OutputError, match=r"1000000000000000000 bytes will be written to .*, but \d+ are free"):
+        refuse_output(tmp_path / "out", "a run", 10**18)
 
 
 def test_a_target_without_a_quantized_weight_is_refused_before_writing(case):

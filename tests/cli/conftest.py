@@ -25,10 +25,21 @@ class FakePipeline(ModuleType):
         self._ask(model=model, config=config)
         return self.plan
 
-    def quantize(self, model, out, config=None, *, calibration="builtin", progress=None, on_plan=None):
+    def quantize(
+        self,
+        model,
+        out,
+        config=None,
+        *,
+        calibration="builtin",
+        run_dir=None,
+        keep_run=False,
+        progress=None,
+        on_plan=None,
+    ):
         on_plan(self.plan)
         progress.stage("quantize", len(self.run_report.layers))
-        self._ask(model=model, out=out, config=config, calibration=calibration)
+        self._ask(model=model, out=out, config=config, calibration=calibration, run_dir=run_dir, keep_run=keep_run)
         return self.run_report
 
     def evaluate(

@@ -1,5 +1,8 @@
 import json
+import os
+import signal
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -60,7 +63,33 @@ def test_ctrl_c_exits_130_with_one_line(pipeline, capsys, command):
     pipeline.error = KeyboardInterrupt()
     assert cli.main(command) == 130
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("hessquant:")]
-    assert said == ["hessquant: interrupted"]
+    assert len(said) == 1
+    assert said[0].startswith("hessquant: interrupted")
+
+
+def test_an_interrupted_run_says_how_to_go_on(pipeline, capsys, tmp_path):
+    pipeline.error = KeyboardInterrupt()
+    assert cli.main(["quantize", "m", str(tmp_path / "out")]) == 130
+    assert "no block was finished yet" in capsys.readouterr().err
+    (tmp_path / "out.run").mkdir()
+    (tmp_path / "out.run" / "block-00000.json").touch()
+    assert cli.main(["quantize", "m", str(tmp_path / "out")]) == 130
+    said = capsys.readouterr().err
+    assert f"finished blocks (1) are kept in {tmp_path / 'out.run'}: the same command goes on" in said
+
+
+def test_sigterm_ends_a_run_as_ctrl_c_does_and_exits_143(pipeline, capsys, monkeypatch, tmp_path):
+    def terminate(*_, **__):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(pipeline, "quantize", terminate)
+    assert cli.main(["quantize", "m", str(tmp_path / "out")]) == 143
+    assert "hessquant: interrupted; no block was finished yet" in capsys.readouterr().err
+    monkeypatch.setattr(pipeline, "make_plan", terminate)
+    assert cli.main(["plan", "m"]) == 143
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize(

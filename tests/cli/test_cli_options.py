@@ -29,6 +29,11 @@ OPTIONS = [
     (["--exclude", "*.down_proj", "--exclude", "*.0.*"], {"exclude": ("*.down_proj", "*.0.*")}),
     (["--seed", "7"], {"seed": 7}),
     (["--capture", "passes"], {"capture": "passes"}),
+    (["--refinement-rounds", "0"], {"refinement_rounds": 0}),
+    (["--activation-memory", "8GB"], {"activation_memory": 8_000_000_000}),
+    (["--activation-memory", "1.5 gib"], {"activation_memory": 1_610_612_736}),
+    (["--shard-size", "500MB"], {"shard_bytes": 500_000_000}),
+    (["--shard-size", "20000"], {"shard_bytes": 20_000}),
     (["--trust-remote-code"], {"trust_remote_code": True}),
 ]
 
@@ -54,7 +59,23 @@ def test_defaults_are_the_configs(pipeline, command):
 def test_quantize_passes_model_out_and_calibration(pipeline):
     assert cli.main(["quantize", "org/model", "some/out", "--calibration", "hub:a/b:c"]) == 0
     del pipeline.asked["config"]
-    assert pipeline.asked == {"model": "org/model", "out": Path("some/out"), "calibration": "hub:a/b:c"}
+    assert pipeline.asked == {
+        "model": "org/model",
+        "out": Path("some/out"),
+        "calibration": "hub:a/b:c",
+        "run_dir": Path("some/out.run"),
+        "keep_run": False,
+    }
+
+
+def test_the_run_directory_can_be_chosen_and_kept(pipeline):
+    assert cli.main(["quantize", "m", "out", "--run-dir", "/fast/disk", "--keep-run"]) == 0
+    assert (pipeline.asked["run_dir"], pipeline.asked["keep_run"]) == (Path("/fast/disk"), True)
+
+
+@pytest.mark.parametrize("text", ["", "4 apples", "-1GB", "GB", "1e9"])
+def test_a_size_that_is_none_is_refused(pipeline, text):
+    assert cli.main(["plan", "m", "--shard-size", text]) == 2
 
 
 def test_plan_takes_the_options_of_quantize(pipeline):

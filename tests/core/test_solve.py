@@ -71,7 +71,7 @@ def test_dynamic_scales_fit_the_weights_as_gptq_sees_them(order, search):
     # The definition, literally: at each group's first column the weights compensated so far decide its scales.
     weight, hessian = random_layer(4, 12, seed=4)
     spec = GridSpec(bits=4, group_size=4)
-    config = Config(order=order, scales="dynamic", scale_search=search, block_size=3)
+    config = Config(order=order, scales="dynamic", scale_search=search, block_size=3, refinement_rounds=0)
     result = solved(weight, hessian, spec, config).weight
     factor = factorize(hessian, damping=0.01, order=order, group_width=4)
     work, lower = weight.clone(), factor.lower

@@ -26,9 +26,9 @@ def gpt2_config():
 
 @pytest.fixture
 def make_model(tmp_path):
-    def make(config, name="model"):
+    def make(config, name="model", dtype=torch.float32):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config).to(dtype)
         model.save_pretrained(tmp_path / name)
         return model, tmp_path / name
 

@@ -150,10 +150,22 @@ def test_sizes_follow_from_the_shapes(llama):
     assert plan.unquantized_share == pytest.approx(untouched / plan.source_bytes)
 
 
-def test_memory_grows_with_the_tokens_and_less_when_passes_capture(llama):
+def test_memory_grows_with_the_tokens_until_the_budget_is_reached(llama):
     source, tensors = llama()
-    few = make_plan(source, tensors, Config(num_windows=1, window_length=100)).memory_bytes
-    many = make_plan(source, tensors, Config(num_windows=2, window_length=100)).memory_bytes
-    passes = make_plan(source, tensors, Config(num_windows=2, window_length=100, capture="passes")).memory_bytes
-    assert many - few == 4 * 100 * (4 * 128 + 2 * 256)
-    assert many - passes == 4 * 200 * (2 * 128 + 2 * 256)
+
+    def estimate(windows, **settings):
+        config = Config(**{"num_windows": windows, "window_length": 100, "activation_memory": 10**9, **settings})
+        return make_plan(source, tensors, config).memory_bytes
+
+    assert estimate(2) - estimate(1) == 4 * 100 * (4 * 128 + 2 * 256)
+    # What is suspended does not fit 1 MB: hidden states up to the budget, and the activations of one batch.
+    small = {"activation_memory": 10**6}
+    assert estimate(40, **small) - estimate(1, **small) == 10**6 + 4 * (2048 - 100) * (4 * 128 + 2 * 256)
+    assert estimate(80, **small) == estimate(40, **small)
+    assert estimate(40, capture="passes") == estimate(40, **small) - 10**6 + 4 * 128 * 4000
+
+
+def test_memory_does_not_grow_with_the_number_of_blocks(llama):
+    config = Config(num_windows=1, window_length=100, activation_memory=10**9)
+    few, many = (make_plan(*llama(num_hidden_layers=layers), config).memory_bytes for layers in (1, 4))
+    assert few == many

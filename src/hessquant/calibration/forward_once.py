@@ -49,7 +49,7 @@ class _Walker:
     def _run(self) -> None:
         batch = self._batch
         with Watch(self._parameters, self._observe):
-            batch.hidden = batch.arguments[self._index].call(self._block, batch.hidden)
+            batch.advance(self._index, self._block)
 
     def _observe(self, product: Product) -> None:
         stop = self._collector.stop_of.get(product.name)

@@ -45,7 +45,7 @@ def run_block_in_passes(
                 same_inputs.check(collector.stop_of[product.name], product)
 
         with torch.no_grad(), Watch(parameters, check):
-            batch.hidden = batch.arguments[index].call(block, batch.hidden)
+            batch.advance(index, block)
     return len(stops) + 1
 
 
@@ -62,3 +62,10 @@ def _collect(
             batch.arguments[index].call(block, batch.hidden)
     except _Reached:
         pass
+
+
+@torch.no_grad()
+def replay_block(block: nn.Module, index: int, batches: Sequence[BatchState]) -> None:
+    """Take all batches through a block that is quantized already."""
+    for batch in batches:
+        batch.advance(index, block)

@@ -5,7 +5,8 @@ everything that is not the hidden state (masks, rotary tables, whatever a layer 
 model passes it, per block; the last stand-in ends the pass, so that the head never runs.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from hessquant.calibration.batches import Batch
 from hessquant.errors import CaptureError
 
 _HIDDEN = "hidden_states"
+_CANDIDATES = 8
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class BatchState:
     """One batch on its way through the model.
 
     Attributes:
-        hidden: Hidden state that enters the next block, [windows, length, hidden].
+        hidden: Hidden state that enters the next block, [windows, length, hidden]; overwritten block by block.
         arguments: The other arguments, per block.
         windows: Index of each window among all.
     """
@@ -58,6 +60,20 @@ class BatchState:
     hidden: Tensor
     arguments: tuple[BlockArguments, ...]
     windows: tuple[int, ...]
+
+    def advance(self, index: int, block: nn.Module) -> None:
+        """Run one block, and put the hidden state that it returns in the place of the one that went in.
+
+        Raises:
+            CaptureError: If it returns another shape.
+        """
+        output = self.arguments[index].call(block, self.hidden)
+        if output.shape != self.hidden.shape:
+            raise CaptureError(
+                f"block {index} ({type(block).__name__}) turns a hidden state {list(self.hidden.shape)} into "
+                f"{list(output.shape)}"
+            )
+        self.hidden.copy_(output)
 
 
 class _PreludeDone(Exception):
@@ -92,7 +108,11 @@ class _StandIn(nn.Module):
 
 
 def record_arguments(
-    model: nn.Module, blocks: Sequence[str], returns_tuple: Sequence[bool], batches: Sequence[Batch]
+    model: nn.Module,
+    blocks: Sequence[str],
+    returns_tuple: Sequence[bool],
+    batches: Sequence[Batch],
+    keep: Callable[[Tensor], Tensor] = Tensor.clone,
 ) -> list[BatchState]:
     """Run everything before the first block on every batch, and note what each block is passed.
 
@@ -101,12 +121,13 @@ def record_arguments(
         blocks: Module names of its blocks, in order.
         returns_tuple: Whether each block returns a tuple.
         batches: Token ids.
+        keep: Gives the copy of a hidden state that its batch will own.
 
     Raises:
         CaptureError: If the blocks are not called one after another, each with the hidden state of the one before.
     """
     calls: list[tuple[Tensor, BlockArguments]] = []
-    states = []
+    states, interned = [], _Interned()
     with _stand_ins(model, blocks, returns_tuple, calls), torch.no_grad():
         for batch in batches:
             calls.clear()
@@ -120,8 +141,36 @@ def record_arguments(
             for name, (hidden, _) in zip(blocks, calls, strict=True):
                 if hidden is not calls[0][0]:
                     raise CaptureError(f"the model changes the hidden state between blocks, before {name}")
-            states.append(BatchState(calls[0][0], tuple(arguments for _, arguments in calls), batch.windows))
+            arguments = tuple(interned.arguments(arguments) for _, arguments in calls)
+            states.append(BatchState(keep(calls[0][0]), arguments, batch.windows))
     return states
+
+
+class _Interned:
+    """Makes arguments that are equal one object: masks and rotary tables are the same for every batch of a shape."""
+
+    def __init__(self) -> None:
+        self._latest: dict[tuple[torch.Size, torch.dtype], deque[Tensor]] = {}
+
+    def arguments(self, arguments: BlockArguments) -> BlockArguments:
+        """The arguments, with a tensor that was seen before in place of an equal one."""
+        return BlockArguments(
+            tuple(self._value(value) for value in arguments.args),
+            {name: self._value(value) for name, value in arguments.kwargs.items()},
+            arguments.by_keyword,
+        )
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            # Only a few of its kind are compared: what differs per batch must not be compared with all before.
+            latest = self._latest.setdefault((value.shape, value.dtype), deque(maxlen=_CANDIDATES))
+            for candidate in latest:
+                if candidate is value or torch.equal(candidate, value):
+                    return candidate
+            latest.append(value)
+        elif type(value) in (tuple, list):
+            return type(value)(self._value(item) for item in value)
+        return value
 
 
 @contextmanager

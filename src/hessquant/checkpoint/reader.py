@@ -5,10 +5,11 @@ Only safetensors is read. Pickle files can run code and are refused by name.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from threading import Lock
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
@@ -64,6 +65,8 @@ class ShardFiles:
         self._directory = directory
         self._stack = ExitStack()
         self._handles: dict[str, Any] = {}
+        # Tensors of a block are read by several threads.
+        self._lock = Lock()
 
     def read(self, info: TensorInfo) -> Tensor:
         """Read one tensor, as stored.
@@ -71,15 +74,34 @@ class ShardFiles:
         Raises:
             SourceError: If the file cannot be read.
         """
-        handle = self._handles.get(info.file)
-        if handle is None:
-            handle = self._stack.enter_context(_open(self._directory / info.file))
-            self._handles[info.file] = handle
         try:
-            tensor: Tensor = handle.get_tensor(info.name)
+            tensor: Tensor = self._handle(info.file).get_tensor(info.name)
         except (SafetensorError, OSError) as error:
-            raise SourceError(f"{info.file}: tensor {info.name} cannot be read: {error}") from error
+            raise _unreadable(info, error) from error
         return tensor
+
+    def chunks(self, info: TensorInfo, most_bytes: int) -> Iterator[Tensor]:
+        """Read one tensor in pieces along its first dimension, each of `most_bytes` or of one row.
+
+        Raises:
+            SourceError: If the file cannot be read.
+        """
+        if not info.shape or info.bytes <= most_bytes:
+            yield self.read(info)
+            return
+        rows = max(1, most_bytes * info.shape[0] // info.bytes)
+        for start in range(0, info.shape[0], rows):
+            try:
+                piece: Tensor = self._handle(info.file).get_slice(info.name)[start : start + rows]
+            except (SafetensorError, OSError) as error:
+                raise _unreadable(info, error) from error
+            yield piece
+
+    def _handle(self, file: str) -> Any:
+        with self._lock:
+            if file not in self._handles:
+                self._handles[file] = self._stack.enter_context(_open(self._directory / file))
+            return self._handles[file]
 
     def close(self) -> None:
         """Close every file; tensors already read stay valid."""
@@ -93,20 +115,24 @@ class CheckpointReader:
     Attributes:
         directory: Where it lies.
         tensors: Every tensor by name.
-        config: Its `config.json`.
+        config: Its `config.json`, or what was given in its place.
+
+    Args:
+        directory: Where it lies.
+        config: Read it by this config, whether it has a `config.json` or not.
 
     Raises:
         SourceError: If a file is missing, incomplete or contradicts the others.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, config: Mapping[str, Any] | None = None) -> None:
         inventory = take_inventory(directory)
         if inventory.faults:
             more = f" (and {len(inventory.faults) - 1} more faults)" if len(inventory.faults) > 1 else ""
             raise SourceError(f"{directory}: {inventory.faults[0]}{more}")
         self.directory = directory
         self.tensors: Mapping[str, TensorInfo] = inventory.tensors
-        self.config = read_json(directory / CONFIG_FILE)
+        self.config = read_json(directory / CONFIG_FILE) if config is None else dict(config)
         self._files = ShardFiles(directory)
 
     def read(self, name: str) -> Tensor:
@@ -120,6 +146,10 @@ class CheckpointReader:
             raise SourceError(f"{self.directory}: there is no tensor {name}")
         return self._files.read(info)
 
+    def chunks(self, name: str, most_bytes: int) -> Iterator[Tensor]:
+        """Read one tensor in pieces, as `ShardFiles.chunks`."""
+        return self._files.chunks(self.tensors[name], most_bytes)
+
     def close(self) -> None:
         """Close every file; tensors already read stay valid."""
         self._files.close()
@@ -131,6 +161,10 @@ class CheckpointReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _unreadable(info: TensorInfo, error: Exception) -> SourceError:
+    return SourceError(f"{info.file}: tensor {info.name} cannot be read: {error}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -226,7 +260,8 @@ def _read_header(directory: Path, file: str) -> list[TensorInfo]:
 
 def _open(path: Path) -> Any:
     try:
-        return safe_open(path, framework="pt")
+        # Read, not mapped: a read that fails is an error, where a page that cannot be had kills the process.
+        return safe_open(path, framework="pt", backend="pread")
     except FileNotFoundError as error:
         raise SourceError(f"{path.name} is missing") from error
     except (SafetensorError, OSError) as error:

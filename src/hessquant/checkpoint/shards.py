@@ -13,9 +13,9 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from hessquant.checkpoint.files import replacing
 from hessquant.checkpoint.reader import DTYPE_BYTES, SINGLE_FILE
 from hessquant.errors import CheckpointError
+from hessquant.files import replacing
 from hessquant.records import TensorInfo
 
 _ALIGNMENT = 8

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,11 +17,18 @@ from hessquant.formats.gptq_config import read_quantization_config
 from hessquant.records import Plan
 
 
-def verify(out: Path, quantized: Mapping[str, QuantizedWeight], source: CheckpointReader, plan: Plan) -> int:
+def verify(
+    out: Path,
+    config: Mapping[str, Any],
+    quantized: Mapping[str, QuantizedWeight],
+    source: CheckpointReader,
+    plan: Plan,
+) -> int:
     """Check that a written checkpoint decodes to exactly what was solved, and holds nothing else.
 
     Args:
         out: The written directory.
+        config: What its `config.json` will hold; it must not be there yet.
         quantized: Weight per target name.
         source: What the untouched tensors must equal, byte for byte.
         plan: What was to be written.
@@ -32,7 +40,7 @@ def verify(out: Path, quantized: Mapping[str, QuantizedWeight], source: Checkpoi
         VerificationError: If anything differs; the message names the tensor.
     """
     try:
-        with CheckpointReader(out) as written:
+        with CheckpointReader(out, config) as written:
             _check_inventory(written, source, plan)
             _check_config(out, written, source)
             _check_untouched(written, source, plan)

@@ -5,17 +5,18 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from hessquant.checkpoint.files import replacing
 from hessquant.checkpoint.reader import CONFIG_FILE, DTYPE_BYTES, INDEX_FILE, CheckpointReader
 from hessquant.checkpoint.shards import Unit, plan_shards, write_shard
 from hessquant.config import Config
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError, OutputError
+from hessquant.files import replacing
 from hessquant.formats import gptq
 from hessquant.formats.gptq_config import quantization_config
 from hessquant.records import Plan, Target, TensorInfo
@@ -23,27 +24,48 @@ from hessquant.records import Plan, Target, TensorInfo
 QUANTIZATION_FILE = "quantize_config.json"
 """Where GPTQ readers older than `config.json`'s `quantization_config` look."""
 
+RUN_MARK = ".hessquant-run"
+"""Names the run that is writing a directory; gone when the checkpoint is complete."""
+
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 _WRITTEN_ANEW = {Path(CONFIG_FILE), Path(QUANTIZATION_FILE)}
 
 
-def refuse_unless_empty(out: Path) -> None:
-    """Check that an output directory can be made, or is there and empty.
+def refuse_output(out: Path, run: str | None, needed_bytes: int) -> None:
+    """Check that an output directory can be made, or is empty, or was begun by the run that goes on.
+
+    Args:
+        out: The directory.
+        run: The run's identity, which a directory that it began carries; None = any run's will do.
+        needed_bytes: What will be written.
 
     Raises:
-        OutputError: If it holds anything, is no directory, or cannot be written to.
+        OutputError: If it holds anything else, is no directory, cannot be written to, or has too little room.
     """
-    nearest = out
-    while not nearest.exists() and nearest != nearest.parent:
-        nearest = nearest.parent
+    nearest = nearest_existing(out)
     if not nearest.is_dir():
         raise OutputError(f"{nearest} is a file, so {out} cannot be a directory; choose another output")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise OutputError(f"{nearest} cannot be written to; choose another output or change its permissions")
-    if nearest == out:
-        held = next(out.iterdir(), None)
-        if held is not None:
-            raise OutputError(f"{out} is not empty (it holds {held.name}); remove it or choose another output")
+    held = next(out.iterdir(), None) if nearest == out else None
+    mark = _mark(out)
+    if held is not None and (mark is None or run not in (None, mark)):
+        raise OutputError(f"{out} is not empty (it holds {held.name}); remove it or choose another output")
+    free = shutil.disk_usage(nearest).free
+    if free < needed_bytes:
+        raise OutputError(f"{needed_bytes} bytes will be written to {out}, but {free} are free; make room there")
+
+
+def nearest_existing(path: Path) -> Path:
+    """The path itself, or the first of its parents that exists."""
+    return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+
+
+def _mark(out: Path) -> str | None:
+    try:
+        return (out / RUN_MARK).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None
 
 
 def write_checkpoint(
@@ -54,14 +76,15 @@ def write_checkpoint(
     config: Config,
     quantized: Mapping[str, QuantizedWeight],
     *,
-    shard_bytes: int = 4_000_000_000,
+    run: str,
     version: str,
-) -> int:
+) -> dict[str, Any]:
     """Write the source with its targets replaced by quantized weights.
 
     A weight of `quantized` is asked for when its turn has come, so a mapping that loads from disk keeps memory at one
     weight; asymmetric ones are asked for twice. Every other tensor and file is copied byte for byte. `config.json`
-    comes last, by rename: a directory without it is not a checkpoint to any reader.
+    is not written: `complete` does that when the rest has been verified, and a directory without it is not a
+    checkpoint to any reader.
 
     Args:
         out: Directory to write; made if need be.
@@ -70,40 +93,68 @@ def write_checkpoint(
         plan: What was decided.
         config: Settings of the run.
         quantized: Weight per target name.
-        shard_bytes: Largest size of a file, unless one weight alone is larger.
+        run: The run's identity; the directory carries it until it is complete.
         version: Version to sign the checkpoint with.
 
     Returns:
-        Bytes of all tensors written.
+        What `config.json` will hold.
 
     Raises:
-        OutputError: If `out` holds anything or cannot be made.
         CheckpointError: If a weight has no place in the format, or the disk is full or fails.
     """
-    refuse_unless_empty(out)
     targets = {target.name: target for target in plan.targets}
     _check_targets(targets, source, quantized)
     checkpoint_format = gptq.choose_checkpoint_format(quantized[t.name] for t in plan.targets if not t.symmetric)
     described = quantization_config(plan, config, checkpoint_format, version)
-    shards = plan_shards(_units(source, targets), shard_bytes)
+    shards = plan_shards(_units(source, targets), config.shard_bytes)
 
     def make(unit: Unit) -> dict[str, Tensor]:
         if unit.source in targets:
             return gptq.pack(quantized[unit.source], gptq.module_of(unit.source), checkpoint_format)
         return {unit.source: source.read(unit.source)}
 
-    try:
+    with _writing(out):
         out.mkdir(parents=True, exist_ok=True)
+        with replacing(out / RUN_MARK) as stream:
+            stream.write(run.encode())
+        withdraw(out)
         for file, units in shards.items():
             write_shard(out / file, units, make)
         _copy_sidecars(source_directory, out)
         _write_json(out / QUANTIZATION_FILE, described)
         if len(shards) > 1:
             _write_json(out / INDEX_FILE, _index(shards))
-        _write_json(out / CONFIG_FILE, {**source.config, "quantization_config": described})
+    return {**source.config, "quantization_config": described}
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file beside the checkpoint.
+
+    Raises:
+        CheckpointError: If the disk is full or fails.
+    """
+    with _writing(path), replacing(path) as stream:
+        stream.write(text.encode())
+
+
+def complete(out: Path, config: Mapping[str, Any]) -> None:
+    """Make a written and verified directory a checkpoint: `config.json` appears, by rename, as the last of its files.
+
+    Raises:
+        CheckpointError: If the disk is full or fails.
+    """
+    with _writing(out):
+        _write_json(out / CONFIG_FILE, config)
+        (out / RUN_MARK).unlink()
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Tell an operating system's error as one of ours."""
+    try:
+        yield
     except OSError as error:
-        raise CheckpointError(f"{error.filename or out}: writing failed: {error.strerror or error}") from error
-    return sum(unit.bytes for units in shards.values() for unit in units)
+        raise CheckpointError(f"{error.filename or path}: writing failed: {error.strerror or error}") from error
 
 
 def _check_targets(

@@ -47,6 +47,14 @@ class Factor:
     def _single(self) -> Tensor:
         return self.lower.float()
 
+    def damp(self, hessian: Tensor) -> Tensor:
+        """The Hessian with what this factor was damped with, and with dead columns as it took them."""
+        diagonal = hessian.diagonal()
+        live_mean = diagonal[~self.dead].mean() if not bool(self.dead.all()) else diagonal.new_ones(())
+        damped = hessian.clone()
+        damped.diagonal().add_(live_mean * (self.damping_used + self.dead))
+        return damped
+
     @property
     def importance(self) -> Tensor:
         """M_jj^2 of each column in the columns' own order, [columns], float64; a dead column's is the live mean."""
@@ -114,4 +122,5 @@ def _cholesky(reversed_hessian: Tensor) -> Tensor | None:
     noise = torch.finfo(upper.dtype).eps * len(upper) * reversed_hessian.diagonal().max()
     if bool((upper.diagonal() ** 2).min() <= noise):
         return None
-    return upper.flip(0, 1)
+    lower: Tensor = upper.flip(0, 1)
+    return lower

@@ -11,7 +11,7 @@ rest is a small triangular loop that a kernel runs. Same integers as GPTQ with t
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,25 +25,15 @@ from hessquant.core.grid import (
     GridSpec,
     QuantizedWeight,
     SearchKernel,
+    SweepKernel,
     count_degenerate,
     encode,
     min_max,
 )
 from hessquant.core.hessian import first_non_finite
 from hessquant.core.objective import loss_per_row
+from hessquant.core.refine import descend_codes, descend_scales
 from hessquant.errors import NonFiniteError
-
-
-class SweepKernel(Protocol):
-    """The triangular loop of one block; see `hessquant.kernels.twin.sweep_block`."""
-
-    def __call__(
-        self, weight: Tensor, lower: Tensor, carried: Tensor, scales: Tensor, zeros: Tensor, group: Tensor, top: int
-    ) -> tuple[Tensor, Tensor]:
-        """Take weight and carried [width, rows], lower [width, width], scales and zeros [groups, rows], group [width].
-
-        Give codes uint8 and errors [width, rows].
-        """
 
 
 class Kernels(NamedTuple):
@@ -83,14 +73,14 @@ class Solution:
 def solve(
     weight: Tensor, hessian: Tensor, factor: Factor, spec: GridSpec, config: Config, kernels: Kernels
 ) -> Solution:
-    """Quantize one weight and keep, row by row, the better of the sweep and round-to-nearest.
+    """Quantize one weight by the sweep and its refinement; row by row, keep round-to-nearest where it is better.
 
     Args:
         weight: [rows, columns]; computed in float64 if it is float64, else in float32.
         hessian: [columns, columns], undamped.
         factor: Its factor; one factor serves every weight that sees the same inputs.
         spec: The grid.
-        config: `scales`, `scale_search` and `block_size` are read.
+        config: `scales`, `scale_search`, `refinement_rounds` and `block_size` are read.
         kernels: The inner loops.
 
     Raises:
@@ -110,6 +100,10 @@ def solve(
         swept = QuantizedWeight(codes, grid)
     else:
         swept = dynamic_sweep(weight, factor, spec, config, kernels)
+    damped = factor.damp(hessian) if config.refinement_rounds else hessian
+    for _ in range(config.refinement_rounds):
+        swept = descend_scales(weight, swept, damped)
+        swept = descend_codes(weight, swept, damped, block_size=config.block_size, kernel=kernels.sweep_block)
     swept_loss = loss_per_row(weight - swept.dequantize(weight.dtype), hessian)
     nearest_grid = min_max(weight, spec)
     nearest = QuantizedWeight(encode(weight, nearest_grid), nearest_grid)

@@ -88,6 +88,18 @@ class QuantizedWeight:
         return decode(self.codes, self.grid, dtype)
 
 
+class SweepKernel(Protocol):
+    """The triangular loop of one block; see `hessquant.kernels.twin.sweep_block`."""
+
+    def __call__(
+        self, weight: Tensor, lower: Tensor, carried: Tensor, scales: Tensor, zeros: Tensor, group: Tensor, top: int
+    ) -> tuple[Tensor, Tensor]:
+        """Take weight and carried [width, rows], lower [width, width], scales and zeros [groups, rows], group [width].
+
+        Give codes uint8 and errors [width, rows].
+        """
+
+
 class SearchKernel(Protocol):
     """Best shrink factor per group; see `hessquant.kernels.twin.search_scales`."""
 

@@ -48,12 +48,17 @@ def build(source: ModelSource, state: Mapping[str, Tensor], *, trust_remote_code
         except LIBRARY_ERRORS as error:
             raise SourceError(f"{source.name}: the model cannot be built: {error}") from error
     model, outcome = loaded  # a pair, because of output_loading_info
-    _check_outcome(source.name, outcome)
+    check_outcome(source.name, outcome)
     built: PreTrainedModel = model.eval().requires_grad_(False)
     return built
 
 
-def _check_outcome(name: str, outcome: Mapping[str, Collection[Any]]) -> None:
+def check_outcome(name: str, outcome: Mapping[str, Collection[Any]]) -> None:
+    """Refuse what transformers reports of a loading that did not come out even.
+
+    Raises:
+        SourceError: If tensors are missing, of another shape, or cannot be converted.
+    """
     faults = [
         f"{title} {_shown(names)}"
         for key, title in (

@@ -10,7 +10,7 @@ from hessquant.models.probe import Probe, ProbedProduct, probe
 from hessquant.models.source import ModelSource, load_config
 from hessquant.planning.servers import verdicts
 from hessquant.planning.shapes import check_format, resolve_group_size, tensor_parallel
-from hessquant.planning.size import bits_per_weight, memory_bytes, packed_bytes
+from hessquant.planning.size import activation_budget, bits_per_weight, memory_bytes, packed_bytes
 from hessquant.planning.targets import select_targets
 from hessquant.records import Plan, Target, TensorInfo, Untouched
 
@@ -58,7 +58,7 @@ def make_plan(source: ModelSource, tensors: Mapping[str, TensorInfo], config: Co
         unquantized_share=untouched_bytes / source_bytes,
         source_bytes=source_bytes,
         output_bytes=untouched_bytes + sum(map(packed_bytes, targets)),
-        memory_bytes=memory_bytes(seen, targets, config),
+        memory_bytes=memory_bytes(seen, targets, config, activation_budget(config)),
         tensor_parallel=tensor_parallel(chosen, config.bits, group_size),
         servers=verdicts(
             config.format,

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from hessquant.errors import NonFiniteError
 from hessquant.records import Evaluation, Inspection, LayerRecord, Plan, RunReport
@@ -25,6 +25,31 @@ def to_json(record: Plan | RunReport | Evaluation | Inspection) -> str:
         NonFiniteError: If a number is NaN or infinite, which JSON cannot hold; the message says which.
     """
     return json.dumps(_plain(record, ""), indent=2, allow_nan=False)
+
+
+def from_json(text: str) -> RunReport:
+    """A run report as `to_json` wrote it.
+
+    Raises:
+        ValueError: If it is something else.
+    """
+    value = json.loads(text)
+    try:
+        report: RunReport = _built(RunReport, value)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a run report: {error}") from error
+    return report
+
+
+def _built(kind: Any, value: Any) -> Any:
+    """What `_plain` made plain, as its type says; keys that a record does not have are derived ones."""
+    if isinstance(kind, type) and is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return kind(**{field.name: _built(hints[field.name], value[field.name]) for field in fields(kind)})
+    if get_origin(kind) is tuple:
+        # Every tuple of the records is of one kind throughout.
+        return tuple(_built(get_args(kind)[0], item) for item in value)
+    return value
 
 
 def error_json(kind: str, message: str, exit_code: int) -> str:

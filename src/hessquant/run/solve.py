@@ -1,7 +1,7 @@
 """Statistics of inputs -> quantized weights, written back into the model as they are solved."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -59,9 +59,7 @@ class TargetSolver:
                 weight = parameter.detach().T if target.transposed else parameter.detach()
                 kernels = kernels_for(weight.device, weight.numel())
                 solution = gptq.solve(weight, mean, factor, _spec(target), self._config, kernels)
-                values = solution.weight.dequantize()
-                with torch.no_grad():
-                    parameter.copy_(values.T if target.transposed else values)
+                put_back(solution.weight, target, parameter)
                 self.quantized[name] = solution.weight
                 seconds = time.perf_counter() - started
                 record = _record(target, members[0], statistics, factor, solution, self._config.damping, seconds)
@@ -71,7 +69,14 @@ class TargetSolver:
             raise type(error)(f"{name}: {error}") from error
 
 
-def degradations(records: list[LayerRecord]) -> tuple[str, ...]:
+def put_back(weight: QuantizedWeight, target: Target, parameter: Tensor) -> None:
+    """Overwrite a target's parameter with the values that its quantized weight stands for."""
+    values = weight.dequantize()
+    with torch.no_grad():
+        parameter.copy_(values.T if target.transposed else values)
+
+
+def degradations(records: Sequence[LayerRecord]) -> tuple[str, ...]:
     """What is less than was asked for, one sentence each."""
     sentences = []
     for record in records:

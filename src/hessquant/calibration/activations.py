@@ -1,0 +1,54 @@
+"""Hidden states between blocks: in memory while a budget lasts, in mapped files beyond it."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hessquant.errors import CaptureError
+
+
+class ActivationStore:
+    """Keeps hidden states.
+
+    Attributes:
+        mapped_bytes: Bytes that went to files.
+
+    Args:
+        budget: Bytes to keep in memory.
+        directory: Where files go. Each is deleted as soon as it is mapped, so that none is left however a run ends.
+    """
+
+    def __init__(self, budget: int, directory: Path) -> None:
+        self.mapped_bytes = 0
+        self._left, self._directory = budget, directory
+
+    def keep(self, hidden: Tensor) -> Tensor:
+        """A copy of a hidden state that may be overwritten for the next block.
+
+        Raises:
+            CaptureError: If there is no room for it on disk.
+        """
+        size = hidden.numel() * hidden.element_size()
+        if size <= self._left:
+            self._left -= size
+            return hidden.clone()
+        self.mapped_bytes += size
+        return self._mapped(size, hidden.dtype).view(hidden.shape).copy_(hidden)
+
+    def _mapped(self, size: int, dtype: torch.dtype) -> Tensor:
+        descriptor, name = tempfile.mkstemp(prefix=".activations-", suffix=".partial", dir=self._directory)
+        try:
+            # Room is taken now: a mapped page that finds the disk full would kill the process.
+            os.posix_fallocate(descriptor, 0, size)
+            return torch.from_file(name, shared=True, size=size // dtype.itemsize, dtype=dtype)
+        except OSError as error:
+            raise CaptureError(
+                f"{size} bytes of activations find no room in {self._directory}: {error.strerror}; make room there, "
+                "name another --run-dir, or raise --activation-memory"
+            ) from error
+        finally:
+            os.close(descriptor)
+            Path(name).unlink()

@@ -1,0 +1,197 @@
+"""A model whose weights are in memory only while they are needed.
+
+The model is built without weights. Those of a part are read and converted by transformers' own loading code, which
+knows how checkpoint names and layouts map to a class, and are dropped when the part has done its work.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+
+from hessquant.errors import SourceError
+from hessquant.models.library import LIBRARY_ERRORS, from_config, quiet
+from hessquant.models.load import check_outcome
+from hessquant.models.source import ModelSource, load_config
+from hessquant.records import TensorInfo
+
+
+class StreamedModel:
+    """A causal language model in float32 and eval mode, with its weights on the meta device.
+
+    Attributes:
+        model: The model. Its buffers are real; a parameter is real inside `in_memory` for it.
+
+    Args:
+        source: The model; its config is read.
+        tensors: Every tensor of its checkpoint.
+        read: Reads one of them, as stored.
+        trust_remote_code: Allow code that comes with the model to run.
+
+    Raises:
+        SourceError: If the model cannot be built, or tensors are missing or of another shape.
+    """
+
+    def __init__(
+        self,
+        source: ModelSource,
+        tensors: Mapping[str, TensorInfo],
+        read: Callable[[str], Tensor],
+        *,
+        trust_remote_code: bool = False,
+    ) -> None:
+        self._name, self._read = source.name, read
+        with quiet():
+            try:
+                with _parameters_on_meta(), torch.random.fork_rng(devices=[]):
+                    self.model: PreTrainedModel = from_config(
+                        load_config(source, trust_remote_code=trust_remote_code), trust_remote_code=trust_remote_code
+                    )
+                self._mapping: list[Any] = get_model_conversion_mapping(self.model)
+            except LIBRARY_ERRORS as error:
+                raise SourceError(f"{source.name}: the model cannot be built: {error}") from error
+        self._meta = dict(self.model.named_parameters(remove_duplicate=False))
+        self._aliases: dict[int, list[str]] = {}
+        for key, parameter in self._meta.items():
+            self._aliases.setdefault(id(parameter), []).append(key)
+        self._tensors_of = self._find_tensors(tensors)
+        self._check(tensors)
+
+    def block_keys(self, block: str) -> list[str]:
+        """State-dict keys of one block."""
+        return [key for key in self.model.state_dict() if key.startswith(f"{block}.")]
+
+    def prelude_keys(self, blocks: Sequence[str]) -> list[str]:
+        """State-dict keys of what runs outside the blocks, but for a head of its own, which never runs here."""
+        prefixes = tuple(f"{block}." for block in blocks)
+        head = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        own_head = {
+            key
+            for key, parameter in self._meta.items()
+            if head is not None and parameter is head.weight and len(self._aliases[id(parameter)]) == 1
+        }
+        return [key for key in self.model.state_dict() if not key.startswith(prefixes) and key not in own_head]
+
+    @contextmanager
+    def in_memory(self, keys: Collection[str]) -> Iterator[dict[str, nn.Parameter]]:
+        """Read the weights under these state-dict keys; inside, they are real.
+
+        Yields:
+            The parameters among them, by name.
+
+        Raises:
+            SourceError: If a tensor cannot be read or converted.
+        """
+        wanted = {alias for key in keys for alias in self._names_of(key)}
+        try:
+            outcome = self._fill(
+                {name: _Lazy(name, self._read) for key in wanted for name in self._tensors_of.get(key, ())}
+            )
+            check_outcome(self._name, {**outcome, "missing_keys": ()})
+            for key in keys:
+                self._tie(key)
+            yield {key: self._parameter(key) for key in keys if key in self._meta}
+        finally:
+            for key in wanted & self._meta.keys():
+                self._set(key, self._meta[key])
+
+    def _find_tensors(self, tensors: Mapping[str, TensorInfo]) -> dict[str, list[str]]:
+        """Checkpoint tensors by the state-dict key that they end in (the first, where one tensor makes several)."""
+        renamings = [entry for entry in self._mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in self._mapping if isinstance(entry, WeightConverter)]
+        state, prefix = self.model.state_dict(), self.model.base_model_prefix
+        found: dict[str, list[str]] = {}
+        # In the order in which transformers loads them: some renamings act only after they have seen a certain name.
+        for name in sorted(tensors, key=dot_natural_key):
+            key, _ = rename_source_key(name, renamings, converters, prefix, state)
+            if key not in state and name in state:
+                key, _ = rename_source_key(name, [], [], prefix, state)
+            found.setdefault(key, []).append(name)
+        return found
+
+    def _check(self, tensors: Mapping[str, TensorInfo]) -> None:
+        """Load everything once without its values, to know that names and shapes fit."""
+        try:
+            outcome = self._fill(
+                {name: torch.empty(info.shape, device="meta") for name, info in tensors.items()}, device="meta"
+            )
+        finally:
+            for key, parameter in self._meta.items():
+                self._set(key, parameter)
+        missing = outcome["missing_keys"]
+        absent = {key for key in missing if all(alias in missing for alias in self._names_of(key))}
+        check_outcome(self._name, {**outcome, "missing_keys": absent})
+
+    def _fill(self, state: Mapping[str, Any], device: str = "cpu") -> dict[str, Any]:
+        config = LoadStateDictConfig(dtype=torch.float32, weight_mapping=self._mapping, device_map={"": device})
+        with quiet():
+            try:
+                loaded, _ = convert_and_load_state_dict_in_model(self.model, dict(state), config)
+                self.model._adjust_missing_and_unexpected_keys(loaded)
+            except LIBRARY_ERRORS as error:
+                raise SourceError(f"{self._name}: its tensors cannot be loaded: {error}") from error
+        return {
+            "missing_keys": set(loaded.missing_keys),
+            "mismatched_keys": loaded.mismatched_keys,
+            "error_msgs": list(loaded.conversion_errors.values()),
+        }
+
+    def _names_of(self, key: str) -> list[str]:
+        """The key and those of parameters that are the same one."""
+        return self._aliases[id(self._meta[key])] if key in self._meta else [key]
+
+    def _tie(self, key: str) -> None:
+        if key not in self._meta:
+            return
+        if self._parameter(key).is_meta:
+            real = [parameter for alias in self._names_of(key) if not (parameter := self._parameter(alias)).is_meta]
+            if not real:
+                raise SourceError(f"{self._name}: no tensor of the checkpoint makes {key}")
+            self._set(key, real[0])
+        self._parameter(key).requires_grad_(False)
+
+    def _parameter(self, key: str) -> nn.Parameter:
+        return self.model.get_parameter(key)
+
+    def _set(self, key: str, parameter: nn.Parameter) -> None:
+        module, _, leaf = key.rpartition(".")
+        setattr(self.model.get_submodule(module), leaf, parameter)
+
+
+class _Lazy:
+    """A tensor that is read when transformers' loading code takes its slice of it."""
+
+    def __init__(self, name: str, read: Callable[[str], Tensor]) -> None:
+        self._name, self._read = name, read
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._read(self._name)[index]
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters made inside have no memory; buffers do, since only their module knows what is in them."""
+
+    def move(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:
+            return parameter
+        return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+
+    hook = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -1,0 +1,35 @@
+"""The order of the stages, and nothing else: plan, quantize, evaluate, inspect."""
+
+from pathlib import Path
+
+from hessquant.checkpoint.inspect import inspect_checkpoint
+from hessquant.checkpoint.reader import CheckpointReader
+from hessquant.config import Config
+from hessquant.models.source import resolve
+from hessquant.pipeline.evaluating import evaluate
+from hessquant.pipeline.quantizing import quantize
+from hessquant.planning import plan as planning
+from hessquant.records import Inspection, Plan
+
+__all__ = ["evaluate", "inspect", "make_plan", "quantize"]
+
+
+def make_plan(model: str, config: Config | None = None) -> Plan:
+    """Decide what quantizing `model` would do, without reading a weight.
+
+    Raises:
+        RefusedError: If it would be refused; the subclass and the message say why.
+    """
+    config = config or Config()
+    source = resolve(model, trust_remote_code=config.trust_remote_code)
+    with CheckpointReader(source.directory) as reader:
+        return planning.make_plan(source, reader.tensors, config)
+
+
+def inspect(directory: Path | str) -> Inspection:
+    """Say what a checkpoint directory holds and what is wrong with it.
+
+    Raises:
+        SourceError: If it cannot be opened as a checkpoint at all.
+    """
+    return inspect_checkpoint(Path(directory))

@@ -1,0 +1,158 @@
+"""The blocks, one after another: in memory, quantized, kept, dropped."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hessquant.calibration.activations import ActivationStore
+from hessquant.calibration.batches import batches_of
+from hessquant.calibration.collect import Stop
+from hessquant.calibration.forward_once import run_block_once
+from hessquant.calibration.passes import replay_block, run_block_in_passes
+from hessquant.calibration.prelude import BatchState, record_arguments
+from hessquant.config import Config
+from hessquant.models.probe import probe
+from hessquant.models.source import ModelSource, load_config
+from hessquant.models.stream import StreamedModel
+from hessquant.planning.size import TOKENS_PER_BATCH, activation_budget, choose_capture
+from hessquant.records import LayerRecord, Plan, Progress, Target, TokenWindow
+from hessquant.run.solve import TargetSolver, put_back
+from hessquant.run.store import FinishedBlock, RunStore
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is known when all blocks are done.
+
+    Attributes:
+        records: One per target, in the order they were solved.
+        capture: How blocks were run.
+        forwards_per_block: Forward passes of a block per calibration window, replays included.
+        resumed_blocks: Blocks that were in the run store already.
+        mapped_activation_bytes: Bytes of activations that were kept in files.
+    """
+
+    records: tuple[LayerRecord, ...]
+    capture: Literal["once", "passes"]
+    forwards_per_block: float
+    resumed_blocks: int
+    mapped_activation_bytes: int
+
+
+def quantize_blocks(
+    streamed: StreamedModel,
+    source: ModelSource,
+    plan: Plan,
+    windows: tuple[TokenWindow, ...],
+    config: Config,
+    store: RunStore,
+    progress: Progress,
+) -> Outcome:
+    """Quantize every target, block by block; each finished block goes to the run store.
+
+    Args:
+        streamed: The model.
+        source: Where it comes from.
+        plan: What to quantize.
+        windows: Calibration tokens.
+        config: Settings of the run.
+        store: Holds the blocks that are finished already, if any.
+        progress: Told of every stage and every weight.
+
+    Raises:
+        FailedError: If a block cannot be run, solved or kept.
+    """
+    budget = activation_budget(config)
+    activations = ActivationStore(budget, store.directory)
+    batches = _record(streamed, source, plan, windows, config, activations, progress)
+    tokens = sum(batch.hidden.shape[:-1].numel() for batch in batches)
+    capture = choose_capture(batches[0].hidden.shape[-1], plan.targets, tokens, config, budget)
+    progress.stage("quantize", len(plan.targets))
+    records: list[LayerRecord] = []
+    forwards, resumed = 0.0, 0
+    for index in range(len(plan.blocks)):
+        block = store.read(index)
+        if block is not None:
+            resumed += 1
+            _announce(block.records, progress)
+            if index < len(plan.blocks) - 1:
+                forwards += _replay(streamed, index, plan, batches, store)
+        else:
+            block = _quantize_block(streamed, index, plan, batches, config, capture, store, progress)
+        records.extend(block.records)
+        forwards += block.forwards
+    return Outcome(tuple(records), capture, forwards / len(plan.blocks), resumed, activations.mapped_bytes)
+
+
+def _record(
+    streamed: StreamedModel,
+    source: ModelSource,
+    plan: Plan,
+    windows: tuple[TokenWindow, ...],
+    config: Config,
+    activations: ActivationStore,
+    progress: Progress,
+) -> list[BatchState]:
+    progress.stage("record", 1)
+    model_config = load_config(source, trust_remote_code=config.trust_remote_code)
+    seen = probe(source, model_config, trust_remote_code=config.trust_remote_code)
+    with streamed.in_memory(streamed.prelude_keys(plan.blocks)):
+        batches = record_arguments(
+            streamed.model, plan.blocks, seen.returns_tuple, batches_of(windows, TOKENS_PER_BATCH), activations.keep
+        )
+    progress.advance(f"{len(windows)} windows")
+    return batches
+
+
+def _quantize_block(
+    streamed: StreamedModel,
+    index: int,
+    plan: Plan,
+    batches: list[BatchState],
+    config: Config,
+    capture: Literal["once", "passes"],
+    store: RunStore,
+    progress: Progress,
+) -> FinishedBlock:
+    def on_layer(record: LayerRecord) -> None:
+        _announce((record,), progress)
+
+    targets = [target for target in plan.targets if target.block == index]
+    solver = TargetSolver({target.name: target for target in targets}, config, on_layer)
+    run_block = run_block_once if capture == "once" else run_block_in_passes
+    name = plan.blocks[index]
+    with streamed.in_memory(streamed.block_keys(name)) as parameters:
+        forwards = run_block(
+            streamed.model.get_submodule(name),
+            index,
+            batches,
+            _stops(targets),
+            parameters,
+            lambda members, statistics: solver.solve(parameters, members, statistics),
+        )
+    block = FinishedBlock(tuple(solver.records), forwards)
+    store.write(index, solver.quantized, block)
+    return block
+
+
+def _replay(streamed: StreamedModel, index: int, plan: Plan, batches: list[BatchState], store: RunStore) -> int:
+    """Take the batches through a block as it was quantized; forward passes per window."""
+    targets = [target for target in plan.targets if target.block == index]
+    weights, name = store.weights(targets), plan.blocks[index]
+    with streamed.in_memory(streamed.block_keys(name)) as parameters:
+        for target in targets:
+            put_back(weights[target.name], target, parameters[target.name])
+        replay_block(streamed.model.get_submodule(name), index, batches)
+    return 1
+
+
+def _announce(records: tuple[LayerRecord, ...], progress: Progress) -> None:
+    for record in records:
+        progress.advance(record.name)
+        progress.layer(record)
+
+
+def _stops(targets: list[Target]) -> tuple[Stop, ...]:
+    members: dict[str, list[str]] = {}
+    for target in targets:
+        members.setdefault(target.shares_input_with, []).append(target.name)
+    return tuple(Stop(tuple(names)) for names in members.values())

@@ -1,0 +1,74 @@
+"""Measuring a model: text -> windows -> model -> numbers."""
+
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from hessquant.calibration.windows import evaluation_windows
+from hessquant.checkpoint.decode import decoded_state, quantization_of
+from hessquant.checkpoint.reader import CheckpointReader
+from hessquant.evaluate.evaluation import evaluate_model
+from hessquant.models.load import build
+from hessquant.models.probe import probe
+from hessquant.models.source import ModelSource, load_config, load_tokenizer, resolve
+from hessquant.pipeline.windows import refuse_unfit_windows
+from hessquant.records import Evaluation, Progress
+
+
+def evaluate(
+    model: str,
+    *,
+    against: str | None = None,
+    text: str | None = None,
+    num_windows: int | None = None,
+    window_length: int = 2048,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> Evaluation:
+    """Measure a model's perplexity, and how far it is from a base model.
+
+    Args:
+        model: As `quantize` takes it, or a quantized checkpoint, which is decoded here without another package.
+        against: Base model for KL divergence and top-1 agreement.
+        text: A text as `quantize` takes it for calibration; None = the held-out part of the built-in text.
+        num_windows: Windows to use; None = all.
+        window_length: Tokens per window.
+        trust_remote_code: Allow code that comes with the model to run.
+        progress: Told of every window.
+
+    Raises:
+        RefusedError: If a model or the text cannot be used.
+        FailedError: If a checkpoint is malformed, or logits are not finite.
+    """
+    source = resolve(model, trust_remote_code=trust_remote_code)
+    base = None if against is None else resolve(against, trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
+    windows = evaluation_windows(text, tokenizer, num_windows=num_windows, window_length=window_length)
+    refuse_unfit_windows(windows, source, trust_remote_code)
+    return evaluate_model(
+        load_model(source, trust_remote_code),
+        windows,
+        name=model,
+        text="builtin" if text is None else text if text.startswith("hub:") else Path(text).name,
+        window_length=window_length,
+        base=None if base is None else load_model(base, trust_remote_code),
+        base_name=against or "",
+        progress=progress,
+    )
+
+
+def load_model(source: ModelSource, trust_remote_code: bool) -> PreTrainedModel:
+    """The whole model in float32, decoded if it is quantized.
+
+    Raises:
+        SourceError: If it cannot be built.
+        CheckpointError: If a quantized weight is malformed.
+    """
+    with CheckpointReader(source.directory) as reader:
+        transposed: set[str] = set()
+        if quantization_of(reader.config) is not None:
+            model_config = load_config(source, trust_remote_code=trust_remote_code)
+            seen = probe(source, model_config, trust_remote_code=trust_remote_code)
+            transposed = {product.name for product in seen.products if product.transposed}
+        state = decoded_state(reader, transposed=transposed)
+    return build(source, state, trust_remote_code=trust_remote_code)

@@ -1,0 +1,178 @@
+"""Quantizing: source -> plan -> windows -> blocks -> checkpoint -> verification -> report."""
+
+import hashlib
+import json
+import platform
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from hessquant import __version__
+from hessquant.checkpoint.audit import audit
+from hessquant.checkpoint.reader import CONFIG_FILE, CheckpointReader
+from hessquant.checkpoint.verify import verify
+from hessquant.checkpoint.writer import complete, refuse_output, write_checkpoint, write_text
+from hessquant.config import Config
+from hessquant.memory import peak_memory
+from hessquant.models.source import resolve
+from hessquant.models.stream import StreamedModel
+from hessquant.pipeline.blocks import Outcome, quantize_blocks
+from hessquant.pipeline.windows import windows_for
+from hessquant.planning import plan as planning
+from hessquant.records import CalibrationRecord, LayerRecord, Plan, Progress, RunReport
+from hessquant.report.html import PAGE_NAME, to_html
+from hessquant.report.json_report import REPORT_NAME, from_json, to_json
+from hessquant.run.heap import map_large_blocks
+from hessquant.run.solve import degradations
+from hessquant.run.store import RunStore
+
+_FREE_OF_RESULT = ("activation_memory", "capture", "trust_remote_code")
+"""Settings that do not change the result, so that a run may go on with others."""
+
+
+class _Silent:
+    """Progress that nobody watches."""
+
+    def stage(self, name: str, steps: int) -> None: ...
+
+    def advance(self, detail: str) -> None: ...
+
+    def layer(self, record: LayerRecord) -> None: ...
+
+
+def quantize(
+    model: str,
+    out: Path | str,
+    config: Config | None = None,
+    *,
+    calibration: str | Iterable[Any] = "builtin",
+    run_dir: Path | str | None = None,
+    keep_run: bool = False,
+    progress: Progress | None = None,
+    on_plan: Callable[[Plan], None] | None = None,
+) -> RunReport:
+    """Quantize a model into a checkpoint directory.
+
+    Finished blocks are kept in the run directory. When a run was interrupted, the same call goes on where it was; when
+    `out` is its finished result already, the call only gives its report.
+
+    Args:
+        model: A directory, a hub id, a `file.gguf`, or "demo".
+        out: Directory to write; absent, empty, or begun by this very run.
+        config: Settings; the defaults are 4 bits, symmetric.
+        calibration: "builtin", a .txt or .jsonl file, `hub:ID`, or token ids as `windows_from_ids` takes them.
+        run_dir: Directory for finished blocks; None = `out` with ".run" at the end.
+        keep_run: Leave it there when the run has ended well.
+        progress: Told of every stage and every weight.
+        on_plan: Called with the plan before any work.
+
+    Returns:
+        The report, which is also in `out` as hessquant-report.json and as a page, hessquant-report.html.
+
+    Raises:
+        RefusedError: Before any work, if the job cannot be done as asked.
+        FailedError: If it fails on the way; `out` then holds no config.json and does not pass for a checkpoint.
+    """
+    config, out, progress = config or Config(), Path(out), progress or _Silent()
+    clocks = time.perf_counter(), time.process_time()
+    map_large_blocks()
+    source = resolve(model, trust_remote_code=config.trust_remote_code)
+    with CheckpointReader(source.directory) as reader:
+        plan = planning.make_plan(source, reader.tensors, config)
+        if on_plan is not None:
+            on_plan(plan)
+        finished = _finished(out)
+        if finished is None:
+            refuse_output(out, None, 0)
+        windows, calibrated = windows_for(source, calibration, config)
+        streamed = StreamedModel(source, reader.tensors, reader.read, trust_remote_code=config.trust_remote_code)
+        with RunStore(Path(run_dir) if run_dir else out.with_name(f"{out.name}.run"), keep=keep_run) as store:
+            identity = _identity(plan, config, calibrated, audit(reader, progress))
+            store.begin(identity)
+            run = _digest(identity)
+            if finished is not None and finished.run == run:
+                return finished
+            refuse_output(out, run, plan.output_bytes)
+            outcome = quantize_blocks(streamed, source, plan, windows, config, store, progress)
+            quantized = store.weights(plan.targets)
+            progress.stage("write", 1)
+            written = write_checkpoint(
+                out, reader, source.directory, plan, config, quantized, run=run, version=__version__
+            )
+            progress.advance(out.name)
+            progress.stage("verify", 1)
+            verified = verify(out, written, quantized, reader, plan)
+            progress.advance(out.name)
+            report = _report(run, plan, config, calibrated, outcome, verified, clocks)
+            write_text(out / REPORT_NAME, to_json(report))
+            write_text(out / PAGE_NAME, to_html(report))
+            complete(out, written)
+    return report
+
+
+def _finished(out: Path) -> RunReport | None:
+    """The report of the complete checkpoint in a directory; None if it holds no such thing."""
+    if not (out / CONFIG_FILE).is_file():
+        return None
+    try:
+        return from_json((out / REPORT_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _identity(plan: Plan, config: Config, calibrated: CalibrationRecord, source_digest: str) -> dict[str, str]:
+    """What the result depends on, by name: runs that agree in all of it give the same bytes."""
+    planned = [asdict(target) for target in plan.targets], [asdict(tensor) for tensor in plan.untouched]
+    settings = {name: json.dumps(value) for name, value in asdict(config).items() if name not in _FREE_OF_RESULT}
+    return {
+        "version": __version__,
+        "source": source_digest,
+        "plan": _digest(planned),
+        "calibration tokens": calibrated.digest,
+        **settings,
+    }
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _report(
+    run: str,
+    plan: Plan,
+    config: Config,
+    calibrated: CalibrationRecord,
+    outcome: Outcome,
+    verified: int,
+    clocks: tuple[float, float],
+) -> RunReport:
+    return RunReport(
+        version=__version__,
+        run=run,
+        settings=asdict(config),
+        plan=plan,
+        calibration=calibrated,
+        layers=outcome.records,
+        capture=outcome.capture,
+        forwards_per_block=outcome.forwards_per_block,
+        resumed_blocks=outcome.resumed_blocks,
+        mapped_activation_bytes=outcome.mapped_activation_bytes,
+        degraded=degradations(outcome.records),
+        seconds=time.perf_counter() - clocks[0],
+        cpu_seconds=time.process_time() - clocks[1],
+        peak_memory_bytes=peak_memory(),
+        output_bytes=plan.output_bytes,
+        verified_tensors=verified,
+        environment={
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "machine": platform.machine(),
+            "threads": str(torch.get_num_threads()),
+        },
+    )

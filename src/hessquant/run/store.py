@@ -1,0 +1,247 @@
+"""The run directory: every finished block on disk, so that a killed run goes on where it was.
+
+    run.json                  what the run is: version, source, plan, calibration, settings
+    block-00000.safetensors   codes, scales and zeros of the block's weights
+    block-00000.json          their records, and a checksum of both files
+    lock                      held while a process works here
+
+Every file appears by rename. A block counts as finished when its JSON file is there and both checksums are right.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from hessquant.core.grid import Grid, GridSpec, QuantizedWeight
+from hessquant.errors import CheckpointError, RunError
+from hessquant.files import replacing
+from hessquant.records import LayerRecord, Target
+
+_RUN_FILE, _LOCK_FILE = "run.json", "lock"
+_BLOCK = re.compile(r"block-\d{5}\.(json|safetensors)")
+_PARTIAL = re.compile(r"\..*\.partial")
+_PARTS = ("codes", "scales", "zeros")
+
+
+@dataclass(frozen=True)
+class FinishedBlock:
+    """What is kept of one block besides its weights.
+
+    Attributes:
+        records: One per weight, in the order they were solved.
+        forwards: Forward passes per window that it took.
+    """
+
+    records: tuple[LayerRecord, ...]
+    forwards: float
+
+
+class RunStore:
+    """One run's directory, held by this process until it is closed.
+
+    Attributes:
+        directory: Where it is.
+
+    Args:
+        directory: Absent, empty, or of a run.
+        keep: Leave the finished blocks there when the run has ended well.
+
+    Raises:
+        RunError: If another process works there, or the directory is not a run's.
+    """
+
+    def __init__(self, directory: Path, *, keep: bool) -> None:
+        self.directory, self._keep = directory, keep
+        foreign = _foreign(directory)
+        if foreign is not None:
+            raise RunError(f"{directory} holds {foreign}, which is no part of a run; choose another --run-dir")
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._lock = FileLock(directory / _LOCK_FILE)
+            self._lock.acquire(timeout=0)
+        except Timeout as error:
+            raise RunError(
+                f"{directory} is in use by another process; wait for it, or choose another --run-dir"
+            ) from error
+        except OSError as error:
+            raise RunError(
+                f"{directory}: the run directory cannot be used: {error}; choose another --run-dir"
+            ) from error
+        self._is_new = not (directory / _RUN_FILE).exists()
+        for path in directory.iterdir():
+            if _PARTIAL.fullmatch(path.name):
+                path.unlink()
+
+    def begin(self, identity: Mapping[str, str]) -> None:
+        """Say which run this is; goes on with the one that is here if it is the same.
+
+        Args:
+            identity: What the finished blocks depend on, by name.
+
+        Raises:
+            RunError: If the directory belongs to a run that differs; names what differs.
+        """
+        path = self.directory / _RUN_FILE
+        if path.exists():
+            found = _read_json(path) or {}
+            differing = [
+                f"{name} ({found.get(name, 'not stated')} there, {identity.get(name, 'not stated')} here)"
+                for name in sorted(identity.keys() | found.keys())
+                if found.get(name) != identity.get(name)
+            ]
+            if differing:
+                raise RunError(
+                    f"{self.directory} belongs to another run, which differs in {', '.join(differing)}; repeat that "
+                    "command, remove the directory, or choose another --run-dir"
+                )
+            return
+        self._write(path, (json.dumps(dict(identity), indent=2, sort_keys=True) + "\n").encode())
+
+    def write(self, index: int, weights: Mapping[str, QuantizedWeight], block: FinishedBlock) -> None:
+        """Keep a finished block.
+
+        Raises:
+            CheckpointError: If it cannot be written.
+        """
+        tensors = {
+            f"{name}.{part}": tensor.contiguous()
+            for name, weight in weights.items()
+            for part, tensor in zip(_PARTS, (weight.codes, weight.grid.scales, weight.grid.zeros), strict=True)
+        }
+        content = save(tensors)
+        self._write(self._path(index, "safetensors"), content)
+        described = {
+            "records": [asdict(record) for record in block.records],
+            "forwards": block.forwards,
+            "tensors_sha256": hashlib.sha256(content).hexdigest(),
+        }
+        self._write(self._path(index, "json"), (json.dumps(_sealed(described), indent=1) + "\n").encode())
+
+    def read(self, index: int) -> FinishedBlock | None:
+        """A block that was finished, by this process or an earlier one; None if there is none or it is damaged."""
+        described = _read_json(self._path(index, "json"))
+        if described is None or described != _sealed(described):
+            return None
+        try:
+            content_digest = _digest_of(self._path(index, "safetensors"))
+        except OSError:
+            return None
+        if content_digest != described["tensors_sha256"]:
+            return None
+        return FinishedBlock(tuple(LayerRecord(**record) for record in described["records"]), described["forwards"])
+
+    def weights(self, targets: Sequence[Target]) -> "StoredWeights":
+        """The weights of finished blocks, read as they are asked for."""
+        return StoredWeights(self.directory, targets)
+
+    def finished_blocks(self) -> int:
+        """Blocks that are here, sound or not."""
+        return count_finished(self.directory)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Let go of the directory; what was kept in it goes when the run has ended well, or before its first block."""
+        remove = not self._keep if error is None else self._is_new and not self.finished_blocks()
+        if remove:
+            for path in self.directory.iterdir():
+                if path.name == _RUN_FILE or _BLOCK.fullmatch(path.name) or _PARTIAL.fullmatch(path.name):
+                    path.unlink()
+        self._lock.release()
+        if remove:
+            (self.directory / _LOCK_FILE).unlink(missing_ok=True)
+            if not any(self.directory.iterdir()):
+                self.directory.rmdir()
+
+    def _path(self, index: int, suffix: str) -> Path:
+        return self.directory / f"block-{index:05d}.{suffix}"
+
+    def _write(self, path: Path, content: bytes) -> None:
+        try:
+            with replacing(path) as stream:
+                stream.write(content)
+        except OSError as error:
+            free = shutil.disk_usage(self.directory).free
+            raise CheckpointError(
+                f"{path}: writing failed: {error.strerror or error} ({free} bytes are free); finished blocks are kept, "
+                "make room and repeat the command"
+            ) from error
+
+
+class StoredWeights(Mapping[str, QuantizedWeight]):
+    """Quantized weights by target name, each read from the run directory when it is asked for."""
+
+    def __init__(self, directory: Path, targets: Sequence[Target]) -> None:
+        self._directory = directory
+        self._targets = {target.name: target for target in targets}
+
+    def __getitem__(self, name: str) -> QuantizedWeight:
+        """One weight.
+
+        Raises:
+            CheckpointError: If its file cannot be read.
+        """
+        target = self._targets[name]
+        path = self._directory / f"block-{target.block:05d}.safetensors"
+        try:
+            with safe_open(path, framework="pt", backend="pread") as file:
+                codes, scales, zeros = (file.get_tensor(f"{name}.{part}") for part in _PARTS)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: {name} cannot be read back: {error}; repeat the command") from error
+        return QuantizedWeight(codes, Grid(GridSpec(target.bits, target.symmetric, target.group_size), scales, zeros))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._targets)
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+
+def count_finished(directory: Path) -> int:
+    """Finished blocks in a run directory, sound or not; 0 if there is none."""
+    return len(list(directory.glob("block-*.json")))
+
+
+def _foreign(directory: Path) -> str | None:
+    """Something in a directory that no run put there; None if there is nothing."""
+    if not directory.exists():
+        return None
+    if not directory.is_dir():
+        return "a file of that name"
+    names = (path.name for path in sorted(directory.iterdir()))
+    ours = {_RUN_FILE, _LOCK_FILE}
+    return next((n for n in names if n not in ours and not _BLOCK.fullmatch(n) and not _PARTIAL.fullmatch(n)), None)
+
+
+def _sealed(described: Mapping[str, Any]) -> dict[str, Any]:
+    """The description with a checksum of itself."""
+    content = {name: value for name, value in described.items() if name != "sha256"}
+    text = json.dumps(content, sort_keys=True)
+    return {**content, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """A JSON object; None if the file is missing, damaged, or holds something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _digest_of(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
