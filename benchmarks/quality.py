@@ -29,16 +29,18 @@ TITLES = {
     "rtn": "round-to-nearest, min-max scales",
     "natural": "GPTQ, natural order, min-max scales",
     "activation": "GPTQ, activation order, min-max scales",
-    "searched": "GPTQ, activation order, searched scales (default)",
-    "group": "GPTQ, group order, searched scales",
-    "dynamic": "GPTQ, group order, dynamic searched scales",
+    "searched": "GPTQ, activation order, searched scales",
+    "refined": "the same, two rounds of refinement (default)",
+    "group": "GPTQ, group order, searched scales, unrefined",
+    "dynamic": "GPTQ, group order, dynamic searched scales, unrefined",
 }
 SETTINGS = {
-    "natural": {"order": "natural", "scale_search": False},
-    "activation": {"order": "activation", "scale_search": False},
-    "searched": {},
-    "group": {"order": "group"},
-    "dynamic": {"order": "group", "scales": "dynamic"},
+    "natural": {"order": "natural", "scale_search": False, "refinement_rounds": 0},
+    "activation": {"scale_search": False, "refinement_rounds": 0},
+    "searched": {"refinement_rounds": 0},
+    "refined": {},
+    "group": {"order": "group", "refinement_rounds": 0},
+    "dynamic": {"order": "group", "scales": "dynamic", "refinement_rounds": 0},
 }
 
 
@@ -68,7 +70,7 @@ def swept(model: Path, bits: int, group_size: int, tokens, out: Path, settings: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bits", nargs="+", type=int, default=[4, 3])
-    parser.add_argument("--variants", nargs="+", choices=list(TITLES), default=list(TITLES)[:4])
+    parser.add_argument("--variants", nargs="+", choices=list(TITLES), default=list(TITLES)[:5])
     parser.add_argument("--group-size", type=int, default=64)
     parser.add_argument("--valid", type=Path, default=peers.DATA / "valid.txt")
     parser.add_argument("--test", type=Path, default=peers.DATA / "test.txt")
