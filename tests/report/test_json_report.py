@@ -20,7 +20,7 @@ from hessquant.records import (
     TensorInfo,
     Untouched,
 )
-from hessquant.report.json_report import error_json, to_json
+from hessquant.report.json_report import error_json, from_json, to_json
 
 DERIVED_OF_LAYER = {"relative_to_rtn", "relative_output_error"}
 
@@ -132,3 +132,16 @@ def test_an_error_is_one_object():
     assert json.loads(error_json("PlanError", 'no "such" layer', 2)) == {
         "error": {"type": "PlanError", "message": 'no "such" layer', "exit_code": 2}
     }
+
+
+def test_a_run_report_reads_back_as_it_was(run_report):
+    found = from_json(to_json(run_report))
+    assert found.layers == run_report.layers
+    assert found.plan == run_report.plan
+    assert to_json(found) == to_json(run_report)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"version": "0.1.0"}', '{"layers": 3}'])
+def test_what_is_no_run_report_is_a_value_error(text):
+    with pytest.raises(ValueError, match=r".*"):
+        from_json(text)

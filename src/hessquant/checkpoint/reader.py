@@ -91,8 +91,9 @@ class ShardFiles:
             return
         rows = max(1, most_bytes * info.shape[0] // info.bytes)
         for start in range(0, info.shape[0], rows):
+            stop = min(start + rows, info.shape[0])
             try:
-                piece: Tensor = self._handle(info.file).get_slice(info.name)[start : start + rows]
+                piece: Tensor = self._handle(info.file).get_slice(info.name)[start:stop]
             except (SafetensorError, OSError) as error:
                 raise _unreadable(info, error) from error
             yield piece

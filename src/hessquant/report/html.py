@@ -65,6 +65,11 @@ def _tiles(report: RunReport, summed: Totals) -> Iterable[str]:
         (format_bytes(report.peak_memory_bytes), "peak memory"),
         (f"{report.forwards_per_block:g}", "forward passes per block and window"),
         (f"{report.calibration.tokens:,}", "calibration tokens"),
+        *(
+            ((f"{report.resumed_blocks}", "blocks finished by an earlier, interrupted run"),)
+            if report.resumed_blocks
+            else ()
+        ),
     )
     return (f'<div class="tile"><b>{escape(figure)}</b><span>{escape(what)}</span></div>' for figure, what in figures)
 

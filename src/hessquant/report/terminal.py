@@ -208,6 +208,16 @@ def _run_facts(report: RunReport, out: Path) -> Table:
         ("Time", f"{format_seconds(report.seconds)}; CPU time {format_seconds(report.cpu_seconds)}"),
         ("Peak memory", format_bytes(report.peak_memory_bytes)),
         ("Forward passes", f"{report.forwards_per_block:g} per block and window"),
+        *(
+            (("Resumed", f"{report.resumed_blocks} blocks were finished by an earlier run"),)
+            if report.resumed_blocks
+            else ()
+        ),
+        *(
+            (("Activations", f"{format_bytes(report.mapped_activation_bytes)} were kept in files"),)
+            if report.mapped_activation_bytes
+            else ()
+        ),
         ("Checkpoint", str(out)),
         ("Report", str(out / REPORT_NAME)),
         ("Page", str(out / PAGE_NAME)),
