@@ -2,6 +2,7 @@
 
     python tests/acceptance/run.py                                  # quantizes the demo model first
     python tests/acceptance/run.py --checkpoint DIR --clients transformers
+    python tests/acceptance/run.py --broken                         # every zero off by one: each client must FAIL
 
 Each client runs in a virtual environment of its own (`benchmarks/environments.py`; made on first use, gigabytes and
 minutes for vLLM) and gives the log-probability of every token of a fixed passage. The reference is our own decoder in
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from hessquant.checkpoint.decode import decoded_state
 from hessquant.checkpoint.reader import CheckpointReader
@@ -124,17 +126,18 @@ def main() -> int:
     ]
     for dtype, distance in rounding.items():
         lines.append(f"| our decoder in {_short(dtype)} | {distance.mean:.4f} | {distance.nll:.4f} | measure |")
+    opened = _with_zeros_off_by_one(checkpoint, work / "broken") if arguments.broken else checkpoint
     failed = False
     for name in arguments.clients:
-        outcome, distance = _ask(CLIENTS[name], checkpoint, work, reference)
+        outcome, distance = _ask(CLIENTS[name], opened, work, reference)
         allowed = SLACK * rounding[CLIENTS[name].dtype or own].mean
         # This bounds the difference of the mean as well, which is never larger.
         good = distance is not None and distance.mean <= allowed
-        failed |= not good
+        failed |= good == arguments.broken
         numbers = "| |" if distance is None else f"{distance.mean:.4f} | {distance.nll:.4f} |"
         lines.append(f"| {name}: {outcome} | {numbers} {'agrees' if good else 'FAILS'} |")
     table = "\n".join(lines) + "\n"
-    (work / "acceptance.md").write_text(table)
+    (work / ("broken.md" if arguments.broken else "acceptance.md")).write_text(table)
     sys.stdout.write(table)
     return int(failed)
 
@@ -148,6 +151,20 @@ def _quantized(base: str, directory: Path) -> Path:
     if status := subprocess.run(command).returncode:
         raise SystemExit(f"hessquant quantize {base} ended with {status}")
     return directory
+
+
+def _with_zeros_off_by_one(checkpoint: Path, broken: Path) -> Path:
+    """A copy whose every zero point is one too large, the classic fault between the format's two versions."""
+    shutil.rmtree(broken, ignore_errors=True)
+    shutil.copytree(checkpoint, broken)
+    for file in broken.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name, tensor in tensors.items():
+            if name.endswith(".qzeros"):
+                # 4 bits, symmetric: eight stored zeros of 7 per word, which stand for 8.
+                tensors[name] = tensor + 0x11111111
+        save_file(tensors, file, metadata={"format": "pt"})
+    return broken
 
 
 @torch.inference_mode()
@@ -193,6 +210,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--checkpoint", type=Path, help="a GPTQ checkpoint; otherwise one is made")
     parser.add_argument("--base", default="demo", help="model to quantize when no checkpoint is given")
     parser.add_argument("--clients", nargs="+", choices=list(CLIENTS), default=list(CLIENTS))
+    parser.add_argument("--broken", action="store_true", help="damage the checkpoint, and expect that to be found")
     parser.add_argument("--work", type=Path, default=ROOT / "out" / "acceptance", help="directory for everything made")
     return parser.parse_args()
 
