@@ -96,6 +96,24 @@ def test_forward_once_and_passes_give_the_same_bytes(llama, tmp_path):
     assert digests(tmp_path / "once") == digests(tmp_path / "passes")
 
 
+def test_the_memory_given_to_activations_changes_no_byte(llama, tmp_path):
+    # 16 windows of 32 tokens of 64 float32 values are 131,072 bytes between blocks.
+    cases = {
+        "ample": ({"activation_memory": 10**9}, "once", 0),
+        "part": ({"activation_memory": 40_000}, "passes", 131_072 - 32_768),
+        "none": ({"activation_memory": 0}, "passes", 131_072),
+        "once": ({"activation_memory": 0, "capture": "once"}, "once", 131_072),
+    }
+    for name, (settings, capture, mapped) in cases.items():
+        config = hessquant.Config(group_size=32, **settings)
+        calibration = [tokens(4, 32, seed) for seed in range(4)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("hessquant.pipeline.blocks.TOKENS_PER_BATCH", 128)
+            report = hessquant.quantize(llama, tmp_path / name, config, calibration=calibration)
+        assert (report.capture, report.mapped_activation_bytes) == (capture, mapped)
+        assert digests(tmp_path / name) == digests(tmp_path / "ample")
+
+
 def test_the_same_run_gives_the_same_bytes_and_leaves_the_callers_rng_alone(llama, tmp_path):
     state = torch.random.get_rng_state()
     for name in ("first", "second"):

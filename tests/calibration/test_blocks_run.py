@@ -318,3 +318,27 @@ def test_sixteen_bit_inputs_are_summed_in_float32():
     inputs = torch.ones(1, 3, 4, dtype=torch.bfloat16)
     collector.add(collector.stops[0], Product("w", inputs, inputs, False, True), batch)
     assert collector.take(collector.stops[0]).sum.dtype == torch.float32
+
+
+def test_masks_and_rotary_tables_that_are_equal_are_held_once():
+    states = states_of(llama(), some_windows((8,) * 6), tokens_per_batch=16)
+    assert len(states) == 3
+    tables = [state.arguments[index].kwargs["position_embeddings"] for state in states for index in range(2)]
+    assert len({id(table[0]) for table in tables}) == len({id(table[1]) for table in tables}) == 1
+    assert not torch.equal(tables[0][0], tables[0][1])
+
+
+@RUNS
+def test_a_block_that_changes_the_shape_of_the_hidden_state_is_refused(run_block):
+    class Widening(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = torch.nn.Linear(4, 8, bias=False)
+
+        def forward(self, hidden):
+            return self.up(hidden)
+
+    block = Widening().requires_grad_(False)
+    solver = Halving(dict(block.named_parameters()))
+    with pytest.raises(CaptureError, match=r"turns a hidden state \[1, 3, 4\] into \[1, 3, 8\]"):
+        run_block(block, 0, routed_states([1]), (Stop(("up.weight",)),), solver.parameters, solver)
