@@ -1,4 +1,4 @@
-"""Writing files so that one that is there is whole: temporary name, fsync, rename."""
+"""Files on disk: written so that one that is there is whole (temporary name, fsync, rename), and their size."""
 
 import os
 from collections.abc import Iterator
@@ -22,6 +22,11 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
         raise
     _fsync_directory(path.parent)
+
+
+def held_bytes(directory: Path) -> int:
+    """Bytes of all files in a directory and below; 0 if there is none."""
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 def _fsync_directory(directory: Path) -> None:

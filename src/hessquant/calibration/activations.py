@@ -41,8 +41,8 @@ class ActivationStore:
     def _mapped(self, size: int, dtype: torch.dtype) -> Tensor:
         descriptor, name = tempfile.mkstemp(prefix=".activations-", suffix=".partial", dir=self._directory)
         try:
-            # Room is taken now: a mapped page that finds the disk full would kill the process.
-            os.posix_fallocate(descriptor, 0, size)
+            # Room is taken now, where the system can: a mapped page that finds the disk full would kill the process.
+            (os.posix_fallocate if hasattr(os, "posix_fallocate") else _extend)(descriptor, 0, size)
             return torch.from_file(name, shared=True, size=size // dtype.itemsize, dtype=dtype)
         except OSError as error:
             raise CaptureError(
@@ -52,3 +52,7 @@ class ActivationStore:
         finally:
             os.close(descriptor)
             Path(name).unlink()
+
+
+def _extend(descriptor: int, start: int, size: int) -> None:
+    os.ftruncate(descriptor, start + size)

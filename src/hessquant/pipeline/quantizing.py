@@ -18,6 +18,7 @@ from hessquant.checkpoint.reader import CONFIG_FILE, CheckpointReader
 from hessquant.checkpoint.verify import verify
 from hessquant.checkpoint.writer import complete, refuse_output, write_checkpoint, write_text
 from hessquant.config import Config
+from hessquant.files import held_bytes
 from hessquant.memory import peak_memory
 from hessquant.models.source import resolve
 from hessquant.models.stream import StreamedModel
@@ -97,7 +98,7 @@ def quantize(
             run = _digest(identity)
             if finished is not None and finished.run == run:
                 return finished
-            refuse_output(out, run, plan.output_bytes)
+            refuse_output(out, run, _bytes_to_write(plan) - held_bytes(out) - held_bytes(store.directory))
             outcome = quantize_blocks(streamed, source, plan, windows, config, store, progress)
             quantized = store.weights(plan.targets)
             progress.stage("write", 1)
@@ -136,6 +137,11 @@ def _identity(plan: Plan, config: Config, calibrated: CalibrationRecord, source_
         "calibration tokens": calibrated.digest,
         **settings,
     }
+
+
+def _bytes_to_write(plan: Plan) -> int:
+    """The checkpoint, and a byte per code in the run directory, as if both were on one disk."""
+    return plan.output_bytes + sum(target.rows * target.columns for target in plan.targets)
 
 
 def _digest(value: object) -> str:
