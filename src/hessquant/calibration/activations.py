@@ -39,19 +39,25 @@ class ActivationStore:
         return self._mapped(size, hidden.dtype).view(hidden.shape).copy_(hidden)
 
     def _mapped(self, size: int, dtype: torch.dtype) -> Tensor:
-        descriptor, name = tempfile.mkstemp(prefix=".activations-", suffix=".partial", dir=self._directory)
+        try:
+            descriptor, name = tempfile.mkstemp(prefix=".activations-", suffix=".partial", dir=self._directory)
+        except OSError as error:
+            raise self._no_room(size, error) from error
         try:
             # Room is taken now, where the system can: a mapped page that finds the disk full would kill the process.
             (os.posix_fallocate if hasattr(os, "posix_fallocate") else _extend)(descriptor, 0, size)
             return torch.from_file(name, shared=True, size=size // dtype.itemsize, dtype=dtype)
         except OSError as error:
-            raise CaptureError(
-                f"{size} bytes of activations find no room in {self._directory}: {error.strerror}; make room there, "
-                "name another --run-dir, or raise --activation-memory"
-            ) from error
+            raise self._no_room(size, error) from error
         finally:
             os.close(descriptor)
             Path(name).unlink()
+
+    def _no_room(self, size: int, error: OSError) -> CaptureError:
+        return CaptureError(
+            f"{size} bytes of activations find no room in {self._directory}: {error.strerror}; make room there, "
+            "name another --run-dir, or raise --activation-memory"
+        )
 
 
 def _extend(descriptor: int, start: int, size: int) -> None:

@@ -47,10 +47,15 @@ def refuse_output(out: Path, run: str | None, needed_bytes: int) -> None:
         raise OutputError(f"{nearest} is a file, so {out} cannot be a directory; choose another output")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise OutputError(f"{nearest} cannot be written to; choose another output or change its permissions")
-    held = next(out.iterdir(), None) if nearest == out else None
+    try:
+        names = {path.name for path in out.iterdir()} if nearest == out else set()
+    except OSError as error:
+        raise OutputError(f"{out} cannot be read: {error.strerror}; choose another output") from error
+    # A mark that was cut off while it was written is nobody's.
+    held = min(names - {f".{RUN_MARK}.partial"}, default=None)
     mark = _mark(out)
     if held is not None and (mark is None or run not in (None, mark)):
-        raise OutputError(f"{out} is not empty (it holds {held.name}); remove it or choose another output")
+        raise OutputError(f"{out} is not empty (it holds {held}); remove it or choose another output")
     free = shutil.disk_usage(nearest).free
     if free < needed_bytes:
         raise OutputError(f"{needed_bytes} bytes will be written to {out}, but {free} are free; make room there")
@@ -144,8 +149,12 @@ def complete(out: Path, config: Mapping[str, Any]) -> None:
         CheckpointError: If the disk is full or fails.
     """
     with _writing(out):
-        _write_json(out / CONFIG_FILE, config)
-        (out / RUN_MARK).unlink()
+        try:
+            _write_json(out / CONFIG_FILE, config)
+            (out / RUN_MARK).unlink()
+        except OSError:
+            withdraw(out)
+            raise
 
 
 @contextmanager

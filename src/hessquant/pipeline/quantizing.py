@@ -16,7 +16,7 @@ from hessquant import __version__
 from hessquant.checkpoint.audit import audit
 from hessquant.checkpoint.reader import CONFIG_FILE, CheckpointReader
 from hessquant.checkpoint.verify import verify
-from hessquant.checkpoint.writer import complete, refuse_output, write_checkpoint, write_text
+from hessquant.checkpoint.writer import RUN_MARK, complete, refuse_output, write_checkpoint, write_text
 from hessquant.config import Config
 from hessquant.files import held_bytes
 from hessquant.memory import peak_memory
@@ -97,8 +97,11 @@ def quantize(
             store.begin(identity)
             run = _digest(identity)
             if finished is not None and finished.run == run:
+                (out / RUN_MARK).unlink(missing_ok=True)
                 return finished
-            refuse_output(out, run, _bytes_to_write(plan) - held_bytes(out) - held_bytes(store.directory))
+            # While a shard is replaced by its like, both are there.
+            needed = _bytes_to_write(plan) - held_bytes(out) - held_bytes(store.directory)
+            refuse_output(out, run, needed + min(held_bytes(out), config.shard_bytes))
             outcome = quantize_blocks(streamed, source, plan, windows, config, store, progress)
             quantized = store.weights(plan.targets)
             progress.stage("write", 1)

@@ -13,6 +13,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -62,13 +63,17 @@ class RunStore:
 
     def __init__(self, directory: Path, *, keep: bool) -> None:
         self.directory, self._keep = directory, keep
-        foreign = _foreign(directory)
-        if foreign is not None:
-            raise RunError(f"{directory} holds {foreign}, which is no part of a run; choose another --run-dir")
         try:
+            foreign = _foreign(directory)
+            if foreign is not None:
+                raise RunError(f"{directory} holds {foreign}, which is no part of a run; choose another --run-dir")
             directory.mkdir(parents=True, exist_ok=True)
             self._lock = FileLock(directory / _LOCK_FILE)
             self._lock.acquire(timeout=0)
+            self._is_new = not (directory / _RUN_FILE).exists()
+            for path in directory.iterdir():
+                if _PARTIAL.fullmatch(path.name):
+                    path.unlink()
         except Timeout as error:
             raise RunError(
                 f"{directory} is in use by another process; wait for it, or choose another --run-dir"
@@ -77,10 +82,6 @@ class RunStore:
             raise RunError(
                 f"{directory}: the run directory cannot be used: {error}; choose another --run-dir"
             ) from error
-        self._is_new = not (directory / _RUN_FILE).exists()
-        for path in directory.iterdir():
-            if _PARTIAL.fullmatch(path.name):
-                path.unlink()
 
     def begin(self, identity: Mapping[str, str]) -> None:
         """Say which run this is; goes on with the one that is here if it is the same.
@@ -105,6 +106,8 @@ class RunStore:
                     "command, remove the directory, or choose another --run-dir"
                 )
             return
+        # Blocks without a run file are of an unknown run: one that was killed while it cleared up, say.
+        self._remove_blocks()
         self._write(path, (json.dumps(dict(identity), indent=2, sort_keys=True) + "\n").encode())
 
     def write(self, index: int, weights: Mapping[str, QuantizedWeight], block: FinishedBlock) -> None:
@@ -156,15 +159,22 @@ class RunStore:
     ) -> None:
         """Let go of the directory; what was kept in it goes when the run has ended well, or before its first block."""
         remove = not self._keep if error is None else self._is_new and not self.finished_blocks()
-        if remove:
-            for path in self.directory.iterdir():
-                if path.name == _RUN_FILE or _BLOCK.fullmatch(path.name) or _PARTIAL.fullmatch(path.name):
-                    path.unlink()
+        # What cannot be removed is only in the way; it must not fail a run that is complete, or hide its error.
+        with suppress(OSError):
+            if remove:
+                self._remove_blocks()
+                (self.directory / _RUN_FILE).unlink(missing_ok=True)
+                # While it is held: removed later, it could be the lock of a process that has come meanwhile.
+                (self.directory / _LOCK_FILE).unlink(missing_ok=True)
         self._lock.release()
-        if remove:
-            (self.directory / _LOCK_FILE).unlink(missing_ok=True)
-            if not any(self.directory.iterdir()):
-                self.directory.rmdir()
+        with suppress(OSError):
+            if remove:
+                self.directory.rmdir()  # refused if anything is in it
+
+    def _remove_blocks(self) -> None:
+        for path in self.directory.iterdir():
+            if _BLOCK.fullmatch(path.name) or _PARTIAL.fullmatch(path.name):
+                path.unlink()
 
     def _path(self, index: int, suffix: str) -> Path:
         return self.directory / f"block-{index:05d}.{suffix}"
