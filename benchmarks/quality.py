@@ -30,7 +30,7 @@ TITLES = {
     "natural": "GPTQ, natural order, min-max scales",
     "activation": "GPTQ, activation order, min-max scales",
     "searched": "GPTQ, activation order, searched scales",
-    "refined": "the same, two rounds of refinement (default)",
+    "refined": "the same, three rounds of refinement (default)",
     "group": "GPTQ, group order, searched scales, unrefined",
     "dynamic": "GPTQ, group order, dynamic searched scales, unrefined",
 }
