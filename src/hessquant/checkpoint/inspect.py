@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hessquant.checkpoint.decode import quantization_of
-from hessquant.checkpoint.reader import CONFIG_FILE, ShardFiles, read_json, take_inventory
+from hessquant.checkpoint.header import read_json
+from hessquant.checkpoint.reader import CONFIG_FILE, ShardFiles, take_inventory
 from hessquant.formats import gptq
 from hessquant.formats.gptq_check import value_faults
 from hessquant.formats.gptq_config import GptqSettings, ModuleSettings, read_quantization_config

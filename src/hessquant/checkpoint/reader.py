@@ -3,46 +3,34 @@
 Only safetensors is read. Pickle files can run code and are refused by name.
 """
 
-import json
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from threading import Lock
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
-from safetensors import SafetensorError, safe_open
+import torch
+from safetensors import safe_open
 from torch import Tensor
 
+from hessquant.checkpoint.header import (
+    DTYPES,
+    READ_ERRORS,
+    not_whole,
+    opened,
+    read_entries,
+    read_json,
+    size_of,
+)
 from hessquant.errors import SourceError
 from hessquant.records import TensorInfo
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
-
-DTYPE_BYTES = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "F8_E8M0": 1,
-    "U16": 2,
-    "I16": 2,
-    "F16": 2,
-    "BF16": 2,
-    "U32": 4,
-    "I32": 4,
-    "F32": 4,
-    "U64": 8,
-    "I64": 8,
-    "F64": 8,
-    "C64": 8,
-}
-"""Bytes per element of the dtypes that torch holds as they are."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +64,7 @@ class ShardFiles:
         """
         try:
             tensor: Tensor = self._handle(info.file).get_tensor(info.name)
-        except (SafetensorError, OSError) as error:
+        except READ_ERRORS as error:
             raise _unreadable(info, error) from error
         return tensor
 
@@ -89,14 +77,18 @@ class ShardFiles:
         if not info.shape or info.bytes <= most_bytes:
             yield self.read(info)
             return
-        rows = max(1, most_bytes * info.shape[0] // info.bytes)
-        for start in range(0, info.shape[0], rows):
-            stop = min(start + rows, info.shape[0])
-            try:
-                piece: Tensor = self._handle(info.file).get_slice(info.name)[start:stop]
-            except (SafetensorError, OSError) as error:
-                raise _unreadable(info, error) from error
-            yield piece
+        count = info.shape[0]
+        rows = max(1, most_bytes * count // info.bytes)
+        path = self._directory / info.file
+        try:
+            # Not by the library: to give a slice, it reads the tensor whole, and it ends the process if there is no
+            # memory for that.
+            with opened(path) as stream:
+                stream.seek(_place(path, info))
+                for start in range(0, count, rows):
+                    yield _read_next(stream, info.dtype, (min(rows, count - start), *info.shape[1:]))
+        except READ_ERRORS as error:
+            raise _unreadable(info, error) from error
 
     def _handle(self, file: str) -> Any:
         with self._lock:
@@ -165,24 +157,23 @@ class CheckpointReader:
 
 
 def _unreadable(info: TensorInfo, error: Exception) -> SourceError:
-    return SourceError(f"{info.file}: tensor {info.name} cannot be read: {error}")
+    why = str(error) or type(error).__name__  # a MemoryError says nothing more
+    return SourceError(f"{info.file}: tensor {info.name} cannot be read: {why}")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file that must hold an object.
+def _place(path: Path, info: TensorInfo) -> int:
+    """Where a tensor's data begin in its file."""
+    entry = read_entries(path).get(info.name)
+    if entry is None or (entry.dtype, entry.shape) != (info.dtype, info.shape):
+        raise OSError("the file has changed since its header was read")
+    return entry.begin
 
-    Raises:
-        SourceError: If it is missing, malformed or holds something else.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise SourceError(f"{path} is missing; is this a model directory?") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise SourceError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise SourceError(f"{path} holds a JSON {type(value).__name__}, not an object")
-    return value
+
+def _read_next(stream: BufferedReader, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    content = torch.empty(size_of(dtype, shape), dtype=torch.uint8)
+    if stream.readinto(content.numpy().data) != len(content):
+        raise OSError("the file ends in the midst of it")
+    return content.view(DTYPES[dtype]).reshape(shape)
 
 
 def take_inventory(directory: Path) -> Inventory:
@@ -191,15 +182,20 @@ def take_inventory(directory: Path) -> Inventory:
     Raises:
         SourceError: If there is no checkpoint to open, or its index is not one.
     """
-    if not directory.is_dir():
-        raise SourceError(f"{directory} is not a directory")
-    weight_map = _weight_map(directory)
-    files = list(dict.fromkeys(weight_map.values())) if weight_map is not None else [SINGLE_FILE]
+    try:
+        if not directory.is_dir():
+            raise SourceError(f"{directory} is not a directory")
+        weight_map = _weight_map(directory)
+    except OSError as error:
+        raise SourceError(f"{directory} cannot be read: {error}") from error
+    promised: dict[str, set[str]] = {SINGLE_FILE: set()} if weight_map is None else {}
+    for name, file in (weight_map or {}).items():
+        promised.setdefault(file, set()).add(name)
     tensors: dict[str, TensorInfo] = {}
     faults: list[str] = []
-    for file in files:
+    for file in promised:
         try:
-            found = _read_header(directory, file)
+            found = _read_header(directory / file)
         except SourceError as error:
             faults.append(str(error))
             continue
@@ -212,7 +208,7 @@ def take_inventory(directory: Path) -> Inventory:
                 faults.append(f"tensor {info.name} is in {file} but not in {INDEX_FILE}")
         faults.extend(
             f"{INDEX_FILE} says that {file} holds tensor {name}, but it does not"
-            for name in sorted({n for n, f in (weight_map or {}).items() if f == file} - {info.name for info in found})
+            for name in sorted(promised[file] - {info.name for info in found})
         )
     return Inventory(MappingProxyType(tensors), tuple(faults))
 
@@ -228,7 +224,8 @@ def _weight_map(directory: Path) -> dict[str, str] | None:
     if not isinstance(weight_map, dict) or not weight_map:
         raise SourceError(f"{index} has no weight_map")
     for name, file in weight_map.items():
-        # A file name and nothing else, on any system: an index must not reach outside its directory.
+        # A file name and nothing else, on any system: an index must not reach outside its directory. (A file may be a
+        # link that does: the hub's cache is made of those.)
         if not isinstance(file, str) or file in ("", ".", "..") or PureWindowsPath(file).name != file:
             raise SourceError(f"{index} puts tensor {name} in {file!r}, which is not a plain file name")
         if PurePosixPath(file).suffix != ".safetensors":
@@ -247,16 +244,15 @@ def _nothing_to_read(directory: Path) -> str:
     return f"{directory} holds neither {INDEX_FILE} nor {SINGLE_FILE}"
 
 
-def _read_header(directory: Path, file: str) -> list[TensorInfo]:
-    infos = []
-    with _open(directory / file) as handle:
-        for name in handle.keys():  # noqa: SIM118 -- not a dict
-            header = handle.get_slice(name)
-            dtype, shape = header.get_dtype(), tuple(header.get_shape())
-            if dtype not in DTYPE_BYTES:
-                raise SourceError(f"{file}: tensor {name} has dtype {dtype}, which cannot be read")
-            infos.append(TensorInfo(name, shape, dtype, math.prod(shape) * DTYPE_BYTES[dtype], file))
-    return infos
+def _read_header(path: Path) -> list[TensorInfo]:
+    """The tensors of a file; the library has the last word on whether it is whole, ours names the tensor."""
+    entries = read_entries(path)
+    with _open(path):
+        pass
+    return [
+        TensorInfo(name, entry.shape, entry.dtype, entry.end - entry.begin, path.name)
+        for name, entry in sorted(entries.items())
+    ]
 
 
 def _open(path: Path) -> Any:
@@ -265,5 +261,5 @@ def _open(path: Path) -> Any:
         return safe_open(path, framework="pt", backend="pread")
     except FileNotFoundError as error:
         raise SourceError(f"{path.name} is missing") from error
-    except (SafetensorError, OSError) as error:
-        raise SourceError(f"{path.name} is not a whole safetensors file ({error}); fetch it again") from error
+    except READ_ERRORS as error:
+        raise not_whole(path, error) from error

@@ -13,7 +13,8 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from hessquant.checkpoint.reader import DTYPE_BYTES, SINGLE_FILE
+from hessquant.checkpoint.header import DTYPE_BYTES
+from hessquant.checkpoint.reader import SINGLE_FILE
 from hessquant.errors import CheckpointError
 from hessquant.files import replacing
 from hessquant.records import TensorInfo

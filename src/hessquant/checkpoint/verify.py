@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from hessquant.checkpoint.decode import decode_module, quantization_of
-from hessquant.checkpoint.reader import CheckpointReader, read_json
+from hessquant.checkpoint.header import read_json
+from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.shards import raw_bytes
 from hessquant.checkpoint.writer import QUANTIZATION_FILE
 from hessquant.core.grid import QuantizedWeight

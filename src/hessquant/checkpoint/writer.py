@@ -4,18 +4,19 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from hessquant.checkpoint.reader import CONFIG_FILE, DTYPE_BYTES, INDEX_FILE, CheckpointReader
+from hessquant.checkpoint.header import DTYPE_BYTES
+from hessquant.checkpoint.reader import CONFIG_FILE, INDEX_FILE, CheckpointReader
 from hessquant.checkpoint.shards import Unit, plan_shards, write_shard
 from hessquant.config import Config
 from hessquant.core.grid import QuantizedWeight
-from hessquant.errors import CheckpointError, OutputError
+from hessquant.errors import CheckpointError, OutputError, SourceError
 from hessquant.files import replacing
 from hessquant.formats import gptq
 from hessquant.formats.gptq_config import quantization_config
@@ -130,6 +131,25 @@ def write_checkpoint(
         if len(shards) > 1:
             _write_json(out / INDEX_FILE, _index(shards))
     return {**source.config, "quantization_config": described}
+
+
+def refuse_sidecars(source: Path, out: Path, reports: Collection[str]) -> None:
+    """Check that what will be copied beside the weights can be: regular files, none in the way of what is written.
+
+    Args:
+        source: The source directory.
+        out: The output, which may lie inside it.
+        reports: Names of the files that are written besides the checkpoint.
+
+    Raises:
+        SourceError: Naming the file.
+    """
+    for path in _sidecars(source, out.resolve()):
+        if not path.is_file():
+            raise SourceError(f"{path} is not a regular file, so it cannot be copied; remove it or what it links to")
+    for name in (CONFIG_FILE, QUANTIZATION_FILE, INDEX_FILE, *reports):
+        if (source / name).is_dir():
+            raise SourceError(f"{source / name} is a directory, where the output has a file of that name; rename it")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hessquant.errors import SourceError
-from hessquant.models.library import LIBRARY_ERRORS, from_config, quiet
+from hessquant.models.library import LIBRARY_ERRORS, from_config, quiet, reason
 from hessquant.models.source import ModelSource, load_config
 
 _SHOWN = 5
@@ -46,7 +46,7 @@ def build(source: ModelSource, state: Mapping[str, Tensor], *, trust_remote_code
                 output_loading_info=True,
             )
         except LIBRARY_ERRORS as error:
-            raise SourceError(f"{source.name}: the model cannot be built: {error}") from error
+            raise SourceError(f"{source.name}: the model cannot be built: {reason(error)}") from error
     model, outcome = loaded  # a pair, because of output_loading_info
     check_outcome(source.name, outcome)
     built: PreTrainedModel = model.eval().requires_grad_(False)

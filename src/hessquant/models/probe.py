@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hessquant.errors import PlanError, SourceError
 from hessquant.models.blocks import find_blocks
-from hessquant.models.library import LIBRARY_ERRORS, from_config, quiet
+from hessquant.models.library import LIBRARY_ERRORS, from_config, quiet, reason
 from hessquant.models.source import ModelSource
 from hessquant.models.watch import Product, Watch
 
@@ -122,7 +122,9 @@ def _build(source: ModelSource, config: PreTrainedConfig, trust_remote_code: boo
     try:
         return from_config(config, trust_remote_code=trust_remote_code)
     except LIBRARY_ERRORS as error:
-        raise SourceError(f"{source.name}: no causal language model can be built of its config: {error}") from error
+        raise SourceError(
+            f"{source.name}: no causal language model can be built of its config: {reason(error)}"
+        ) from error
 
 
 def _run(model: PreTrainedModel, name: str) -> None:

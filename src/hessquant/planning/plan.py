@@ -16,6 +16,11 @@ from hessquant.records import Plan, Target, TensorInfo, Untouched
 
 _FLOATING = ("F64", "F32", "BF16", "F16")
 
+_WAY_OUT = (
+    "start from the original 16-bit model, or dequantize it first with the tool that quantized it (for FP8 weights: "
+    "transformers' from_pretrained with FineGrainedFP8Config(dequantize=True), then save_pretrained)"
+)
+
 
 def make_plan(source: ModelSource, tensors: Mapping[str, TensorInfo], config: Config) -> Plan:
     """Decide everything that can be decided before a weight is read, and refuse what cannot work.
@@ -34,7 +39,7 @@ def make_plan(source: ModelSource, tensors: Mapping[str, TensorInfo], config: Co
     model_config = load_config(source, trust_remote_code=config.trust_remote_code)
     _refuse_quantized(source, model_config)
     seen = probe(source, model_config, trust_remote_code=config.trust_remote_code)
-    _check_shapes(source, tensors, seen)
+    _check_stored(source, tensors, seen)
     chosen, reasons = select_targets(seen, tensors, config)
     _check_tensors(source, tensors, chosen)
     group_size = resolve_group_size(chosen, seen.blocks, config)
@@ -49,7 +54,7 @@ def make_plan(source: ModelSource, tensors: Mapping[str, TensorInfo], config: Co
     untouched_bytes = sum(tensor.bytes for tensor in untouched)
     return Plan(
         source=source.name,
-        architecture=(model_config.architectures or [seen.architecture])[0],
+        architecture=_architecture(model_config, seen),
         blocks=seen.blocks,
         targets=targets,
         untouched=untouched,
@@ -69,6 +74,14 @@ def make_plan(source: ModelSource, tensors: Mapping[str, TensorInfo], config: Co
             transposed=any(target.transposed for target in targets),
         ),
     )
+
+
+def _architecture(model_config: PreTrainedConfig, seen: Probe) -> str:
+    """The class that the config names, the one that transformers takes where it names none."""
+    match model_config.architectures:
+        case [str(name), *_]:
+            return name
+    return seen.architecture
 
 
 def _targets(chosen: Sequence[ProbedProduct], seen: Probe, config: Config, group_size: int) -> tuple[Target, ...]:
@@ -98,15 +111,22 @@ def _refuse_quantized(source: ModelSource, model_config: PreTrainedConfig) -> No
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         raise SourceError(
-            f"{source.name} is quantized already ({method or 'unnamed method'}, says its config.json); start from the "
-            "original 16-bit model"
+            f"{source.name} is quantized already ({method or 'unnamed method'}, says its config.json); {_WAY_OUT}"
         )
 
 
-def _check_shapes(source: ModelSource, tensors: Mapping[str, TensorInfo], seen: Probe) -> None:
+def _check_stored(source: ModelSource, tensors: Mapping[str, TensorInfo], seen: Probe) -> None:
+    """Every parameter, target or not: one that is stored as integers has no meaning without its scales."""
     for name, info in tensors.items():
         parameter = seen.parameters.get(name)
-        if parameter is not None and parameter.shape != info.shape:
+        if parameter is None:
+            continue
+        if info.dtype not in _FLOATING:
+            raise SourceError(
+                f"{source.name}: {name} holds {info.dtype} values in {info.file}, so it is quantized already; "
+                f"{_WAY_OUT}"
+            )
+        if parameter.shape != info.shape:
             raise SourceError(
                 f"{source.name}: {name} is {list(info.shape)} in {info.file}, but {list(parameter.shape)} according to "
                 "config.json; the two do not belong together"
@@ -121,9 +141,4 @@ def _check_tensors(source: ModelSource, tensors: Mapping[str, TensorInfo], chose
                 f"{source.name}: the checkpoint has no {product.name}, which the model class needs (it has "
                 f"{min(tensors, default='nothing')}, for example). If only the names differ, load it with "
                 "transformers, save_pretrained, and start from that"
-            )
-        if info.dtype not in _FLOATING:
-            raise SourceError(
-                f"{source.name}: {product.name} holds {info.dtype} values, so it is quantized already; start from the "
-                "original 16-bit model"
             )

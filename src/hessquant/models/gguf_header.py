@@ -1,0 +1,105 @@
+"""Walking through a GGUF header before its readers do, since some look past the end of the file for what it claims."""
+
+import mmap
+import re
+import struct
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from gguf import GGML_QUANT_SIZES
+
+from hessquant.errors import SourceError
+
+_MAGIC, _VERSIONS, _MOST_DIMENSIONS = b"GGUF", (2, 3), 4
+_STRING, _ARRAY = 8, 9
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_BLOCK = re.compile(r"(?:^|\.)blk\.(\d+)\.")
+
+
+def check_header(file: Path) -> int:
+    """Refuse a file that claims more than it holds, which its readers would go on looking for.
+
+    Returns:
+        Blocks that it holds tensors of.
+
+    Raises:
+        SourceError: Naming the tensor, where it is one.
+    """
+    try:
+        with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return _Header(content).check()
+    except (OSError, ValueError, struct.error) as error:
+        raise SourceError(f"{file.name} is not a whole GGUF file ({error}); fetch it again") from error
+
+
+class _Header:
+    """A GGUF header, walked through without a look past the end of the file."""
+
+    def __init__(self, content: mmap.mmap) -> None:
+        self._content, self._place = content, 0
+
+    def check(self) -> int:
+        """Walk through it; blocks that there are tensors of."""
+        if self._take(4) != _MAGIC or self._number("I") not in _VERSIONS:
+            raise ValueError("it does not begin as one of version 2 or 3")
+        tensor_count, setting_count = self._number("Q"), self._number("Q")
+        numbers: dict[str, int] = {"general.alignment": 32}
+        for _ in range(setting_count):
+            name, value = self._string(), self._value(self._number("I"))
+            if isinstance(value, int):
+                numbers[name] = value
+        ends = [self._tensor() for _ in range(tensor_count)]
+        alignment = max(1, numbers["general.alignment"])
+        start = -(-self._place // alignment) * alignment
+        for name, end in ends:
+            if start + end > len(self._content):
+                raise ValueError(f"tensor {name} ends at byte {start + end}, the file at {len(self._content)}")
+        blocks = len({found[1] for name, _ in ends if (found := _BLOCK.search(name))})
+        for name, count in numbers.items():
+            if name.endswith(".block_count") and count > blocks:
+                raise ValueError(f"its {name} is {count}, but it holds tensors of {blocks} blocks")
+        return blocks
+
+    def _tensor(self) -> tuple[str, int]:
+        """Name of the next tensor, and where its data end, counted from the beginning of all data."""
+        name, dimensions = self._string(), self._number("I")
+        if dimensions > _MOST_DIMENSIONS:
+            raise ValueError(f"tensor {name} has {dimensions} dimensions")
+        shape = [self._number("Q") for _ in range(dimensions)]
+        kind, begin = self._number("I"), self._number("Q")
+        if kind not in GGML_QUANT_SIZES:
+            raise ValueError(f"tensor {name} is of type {kind}, which is not known")
+        values, size = GGML_QUANT_SIZES[kind]
+        return name, begin + prod(shape) // values * size
+
+    def _value(self, kind: int) -> Any:
+        """The next setting's value; an array is passed over."""
+        if kind in _SCALARS:
+            return self._number(_SCALARS[kind])
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY:
+            raise ValueError(f"a setting is of type {kind}, which is not known")
+        kind, count = self._number("I"), self._number("Q")
+        if kind in _SCALARS:
+            self._take(count * struct.calcsize(f"<{_SCALARS[kind]}"))
+        elif kind == _STRING:
+            for _ in range(count):
+                self._take(self._number("Q"))
+        else:
+            raise ValueError(f"a setting is an array of type {kind}, which is not known")
+        return None
+
+    def _string(self) -> str:
+        return self._take(self._number("Q")).decode()
+
+    def _number(self, code: str) -> Any:
+        (number,) = struct.unpack(f"<{code}", self._take(struct.calcsize(f"<{code}")))
+        return number
+
+    def _take(self, count: int) -> bytes:
+        begin, self._place = self._place, self._place + count
+        if self._place > len(self._content):
+            raise ValueError(f"its header goes on after byte {len(self._content)}, where the file ends")
+        return self._content[begin : self._place]
