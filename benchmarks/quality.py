@@ -29,18 +29,18 @@ TITLES = {
     "rtn": "round-to-nearest, min-max scales",
     "natural": "GPTQ, natural order, min-max scales",
     "activation": "GPTQ, activation order, min-max scales",
-    "searched": "GPTQ, activation order, searched scales",
-    "refined": "the same, three rounds of refinement (default)",
-    "group": "GPTQ, group order, searched scales, unrefined",
-    "dynamic": "GPTQ, group order, dynamic searched scales, unrefined",
+    "searched": "GPTQ, activation order, searched scales (default)",
+    "refined": "the same, two rounds of refinement",
+    "group": "GPTQ, group order, searched scales",
+    "dynamic": "GPTQ, group order, dynamic searched scales",
 }
 SETTINGS = {
-    "natural": {"order": "natural", "scale_search": False, "refinement_rounds": 0},
-    "activation": {"scale_search": False, "refinement_rounds": 0},
-    "searched": {"refinement_rounds": 0},
-    "refined": {},
-    "group": {"order": "group", "refinement_rounds": 0},
-    "dynamic": {"order": "group", "scales": "dynamic", "refinement_rounds": 0},
+    "natural": {"order": "natural", "scale_search": False},
+    "activation": {"scale_search": False},
+    "searched": {},
+    "refined": {"refinement_rounds": 2},
+    "group": {"order": "group"},
+    "dynamic": {"order": "group", "scales": "dynamic"},
 }
 
 

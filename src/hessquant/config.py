@@ -55,7 +55,7 @@ class Config:
     order: Order = "activation"
     scales: Scales = "static"
     scale_search: bool = True
-    refinement_rounds: int = 3
+    refinement_rounds: int = 0
     damping: float = 0.01
     block_size: int = 128
     num_windows: int = 128

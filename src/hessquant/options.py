@@ -42,7 +42,7 @@ def build_config(
         float, typer.Option(help="Fraction of the mean Hessian diagonal that is added to it.")
     ] = _DEFAULTS.damping,
     refinement_rounds: Annotated[
-        int, typer.Option(help="Rounds of descent over scales and codes after the sweep; 0 = plain GPTQ.")
+        int, typer.Option(help="Rounds of descent over scales and codes after the sweep.")
     ] = _DEFAULTS.refinement_rounds,
     num_windows: Annotated[int, typer.Option(help="Calibration windows.")] = _DEFAULTS.num_windows,
     window_length: Annotated[int, typer.Option(help="Tokens per calibration window.")] = _DEFAULTS.window_length,

@@ -29,7 +29,7 @@ OPTIONS = [
     (["--exclude", "*.down_proj", "--exclude", "*.0.*"], {"exclude": ("*.down_proj", "*.0.*")}),
     (["--seed", "7"], {"seed": 7}),
     (["--capture", "passes"], {"capture": "passes"}),
-    (["--refinement-rounds", "0"], {"refinement_rounds": 0}),
+    (["--refinement-rounds", "2"], {"refinement_rounds": 2}),
     (["--activation-memory", "8GB"], {"activation_memory": 8_000_000_000}),
     (["--activation-memory", "1.5 gib"], {"activation_memory": 1_610_612_736}),
     (["--shard-size", "500MB"], {"shard_bytes": 500_000_000}),

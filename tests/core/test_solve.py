@@ -47,6 +47,14 @@ def test_the_reported_losses_are_those_of_the_weights(layer, order):
     assert solution.output_energy == pytest.approx(torch.einsum("ri,ij,rj->", weight, hessian, weight).item())
 
 
+def test_refinement_lowers_the_loss_of_the_sweep():
+    weight, hessian = random_layer(32, 64, seed=2)
+    for symmetric in (True, False):
+        spec = GridSpec(bits=3, symmetric=symmetric, group_size=16)
+        plain, twice = (solved(weight, hessian, spec, Config(refinement_rounds=rounds)) for rounds in (0, 2))
+        assert twice.loss < 0.95 * plain.loss
+
+
 def test_searching_scales_lowers_the_loss():
     weight, hessian = random_layer(32, 64, seed=2)
     for symmetric in (True, False):
@@ -71,7 +79,7 @@ def test_dynamic_scales_fit_the_weights_as_gptq_sees_them(order, search):
     # The definition, literally: at each group's first column the weights compensated so far decide its scales.
     weight, hessian = random_layer(4, 12, seed=4)
     spec = GridSpec(bits=4, group_size=4)
-    config = Config(order=order, scales="dynamic", scale_search=search, block_size=3, refinement_rounds=0)
+    config = Config(order=order, scales="dynamic", scale_search=search, block_size=3)
     result = solved(weight, hessian, spec, config).weight
     factor = factorize(hessian, damping=0.01, order=order, group_width=4)
     work, lower = weight.clone(), factor.lower

@@ -32,7 +32,7 @@ from hessquant.core.grid import (
 )
 from hessquant.core.hessian import first_non_finite
 from hessquant.core.objective import loss_per_row
-from hessquant.core.refine import descend_codes, descend_scales
+from hessquant.core.refine import descend
 from hessquant.errors import NonFiniteError
 
 
@@ -102,8 +102,7 @@ def solve(
         swept = dynamic_sweep(weight, factor, spec, config, kernels)
     damped = factor.damp(hessian) if config.refinement_rounds else hessian
     for _ in range(config.refinement_rounds):
-        swept = descend_scales(weight, swept, damped)
-        swept = descend_codes(weight, swept, damped, block_size=config.block_size, kernel=kernels.sweep_block)
+        swept = descend(weight, swept, damped, block_size=config.block_size, kernel=kernels.sweep_block)
     swept_loss = loss_per_row(weight - swept.dequantize(weight.dtype), hessian)
     nearest_grid = min_max(weight, spec)
     nearest = QuantizedWeight(encode(weight, nearest_grid), nearest_grid)
