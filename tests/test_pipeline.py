@@ -56,6 +56,11 @@ def logits(model):
         return load_for_evaluation(resolve(model), False)(input_ids=tokens(2)).logits
 
 
+def written(directory):
+    with CheckpointReader(directory) as reader:
+        return {name: reader.read(name).view(torch.uint8) for name in reader.tensors}
+
+
 def digests(directory, but=("hessquant-report.json", "hessquant-report.html")):
     files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name not in but)
     return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
@@ -292,6 +297,29 @@ def test_every_width_and_symmetry_is_written_verified_and_sound(bits, symmetric,
     assert {(weight.bits, weight.symmetric, weight.group_size) for weight in inspection.weights} == {
         (bits, symmetric, group_size)
     }
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group_size", [-1, 32])
+def test_compressed_tensors_are_written_verified_and_sound(bits, symmetric, group_size, llama, tmp_path):
+    config = hessquant.Config(bits=bits, symmetric=symmetric, group_size=group_size, format="compressed-tensors")
+    report = hessquant.quantize(llama, tmp_path / "out", config, calibration=[tokens()])
+    assert report.verified_tensors == 14
+    assert report.output_bytes == sum(tensor.numel() for tensor in written(tmp_path / "out").values())
+    inspection = hessquant.inspect(tmp_path / "out")
+    assert (inspection.format, inspection.faults) == ("pack-quantized", ())
+    assert {(weight.bits, weight.symmetric, weight.group_size) for weight in inspection.weights} == {
+        (bits, symmetric, group_size)
+    }
+    assert not (tmp_path / "out" / "quantize_config.json").exists()
+
+
+def test_both_dialects_hold_the_same_numbers(llama, tmp_path):
+    for name in ("gptq", "compressed-tensors"):
+        config = hessquant.Config(group_size=32, symmetric=False, format=name)
+        hessquant.quantize(llama, tmp_path / name, config, calibration=[tokens()])
+    assert torch.equal(logits(str(tmp_path / "gptq")), logits(str(tmp_path / "compressed-tensors")))
 
 
 @pytest.mark.parametrize("order", ["natural", "group"])

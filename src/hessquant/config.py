@@ -7,7 +7,7 @@ from hessquant.errors import ConfigError
 
 Order = Literal["activation", "natural", "group"]
 Scales = Literal["static", "dynamic"]
-Format = Literal["gptq"]
+Format = Literal["gptq", "compressed-tensors"]
 CaptureMethod = Literal["auto", "once", "passes"]
 
 AUTO_GROUP_SIZES = (128, 64, 32)

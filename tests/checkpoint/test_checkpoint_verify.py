@@ -133,7 +133,8 @@ def test_per_module_bits_of_a_foreign_checkpoint_are_followed(case):
     weight = QuantizedWeight(
         old.codes * 16, Grid(GridSpec(bits=8, group_size=32), old.grid.scales, old.grid.zeros * 16)
     )
-    damage(case.out, lambda tensors: tensors.update(gptq.pack(weight, UP, "gptq")))
+    parts = {f"{UP}.{part}": tensor for part, tensor in gptq.pack(weight, "gptq").items()}
+    damage(case.out, lambda tensors: tensors.update(parts))
     set_quantization(case.out, dynamic={r"+:.*layers\.1\.mlp\.up_proj": {"bits": 8}})
     with CheckpointReader(case.out) as reader:
         assert torch.equal(decoded_state(reader)[f"{UP}.weight"], weight.dequantize())

@@ -6,7 +6,8 @@ from transformers import GPTQConfig
 
 from hessquant.config import Config
 from hessquant.errors import CheckpointError, SourceError
-from hessquant.formats.gptq_config import ModuleSettings, quantization_config, read_quantization_config
+from hessquant.formats.dialect import ModuleSettings
+from hessquant.formats.gptq_config import describe, read_settings
 from hessquant.records import Plan, Target, Untouched
 
 SHARED = {
@@ -50,7 +51,7 @@ def make_plan(skipped=(), blocks=2, group_size=32, bits=4, symmetric=True):
 
 
 def test_the_config_says_exactly_what_the_file_holds():
-    assert quantization_config(make_plan(), Config(), "gptq", "0.1.0") == {
+    assert describe(make_plan(), Config(), "gptq", "0.1.0") == {
         "quant_method": "gptq",
         "bits": 4,
         "group_size": 32,
@@ -68,14 +69,14 @@ def test_the_config_says_exactly_what_the_file_holds():
 
 @pytest.mark.parametrize("damping", [0, 1])
 def test_damping_that_transformers_refuses_is_left_out(damping):
-    described = quantization_config(make_plan(), Config(damping=damping), "gptq", "0")
+    described = describe(make_plan(), Config(damping=damping), "gptq", "0")
     assert "damp_percent" not in described
     assert GPTQConfig.from_dict(described).bits == 4
 
 
 def test_modules_skipped_alike_in_all_blocks_are_named_both_ways():
     skipped = {f"model.layers.{block}.mlp.down_proj" for block in range(2)}
-    described = quantization_config(make_plan(skipped), Config(), "gptq", "0")
+    described = describe(make_plan(skipped), Config(), "gptq", "0")
     assert described["dynamic"] == {
         r"-:^model\.layers\.0\.mlp\.down_proj$": {},
         r"-:^model\.layers\.1\.mlp\.down_proj$": {},
@@ -109,19 +110,19 @@ def optimum_quantizes(described, module):
 )
 def test_both_readers_find_exactly_the_quantized_modules(skipped):
     plan = make_plan(skipped, blocks=12)
-    described = quantization_config(plan, Config(), "gptq", "0")
+    described = describe(plan, Config(), "gptq", "0")
     quantized = {target.name.removesuffix(".weight") for target in plan.targets}
     for module in (f"{block}.{projection}" for block in plan.blocks for projection in PROJECTIONS):
         assert vllm_quantizes(described, module) == (module in quantized)
         assert optimum_quantizes(described, module) == (module in quantized)
-        assert (read_quantization_config(described).module(module) is not None) == (module in quantized)
+        assert (read_settings(described).module(module) is not None) == (module in quantized)
 
 
 def test_names_that_are_part_of_a_skipped_name_are_written_in_full():
     plan = make_plan(blocks=1)
     router = Untouched("model.layers.0.extra.mlp.up_proj_router.weight", (4, 64), "F32", 1, "router")
     plan = dataclasses.replace(plan, untouched=(*plan.untouched, router))
-    described = quantization_config(plan, Config(), "gptq", "0")
+    described = describe(plan, Config(), "gptq", "0")
     assert described["modules_in_block_to_quantize"][0][0] == "model.layers.0.self_attn.q_proj"
     assert not vllm_quantizes(described, "model.layers.0.extra.mlp.up_proj_router")
 
@@ -134,7 +135,7 @@ def test_blocks_of_different_kinds_are_all_named():
         if target.block == 1
     ]
     plan = dataclasses.replace(plan, targets=(*(t for t in plan.targets if t.block == 0), *experts))
-    described = quantization_config(plan, Config(), "gptq", "0")
+    described = describe(plan, Config(), "gptq", "0")
     for target in plan.targets:
         assert vllm_quantizes(described, target.name.removesuffix(".weight"))
         assert optimum_quantizes(described, target.name.removesuffix(".weight"))
@@ -145,24 +146,24 @@ def test_blocks_of_different_kinds_are_all_named():
 def test_stacked_experts_left_alone_are_named_by_their_module():
     experts = Untouched("model.layers.0.mlp.experts.gate_up_proj", (4, 64, 64), "F32", 1, "3-D")
     plan = dataclasses.replace(make_plan(blocks=1), untouched=(experts,))
-    described = quantization_config(plan, Config(), "gptq", "0")
+    described = describe(plan, Config(), "gptq", "0")
     assert list(described["dynamic"]) == [r"-:^model\.layers\.0\.mlp\.experts$"]
 
 
 def test_a_target_with_other_settings_than_the_config_is_refused():
     with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.q_proj\.weight: planned with .*\(8, 32, True\)"):
-        quantization_config(make_plan(bits=8), Config(bits=4), "gptq", "0")
+        describe(make_plan(bits=8), Config(bits=4), "gptq", "0")
 
 
 def test_what_is_written_is_read_back():
-    described = quantization_config(make_plan(symmetric=False), Config(symmetric=False), "gptq_v2", "0")
-    read = read_quantization_config(described)
-    assert read.checkpoint_format == "gptq_v2"
+    described = describe(make_plan(symmetric=False), Config(symmetric=False), "gptq_v2", "0")
+    read = read_settings(described)
+    assert read.variant == "gptq_v2"
     assert read.module("model.layers.0.mlp.up_proj") == ModuleSettings(4, 32, False)
 
 
 def test_foreign_overrides_apply_from_the_start_of_the_name_and_the_first_wins():
-    read = read_quantization_config(
+    read = read_settings(
         {
             "quant_method": "gptq",
             "bits": 4,
@@ -175,7 +176,7 @@ def test_foreign_overrides_apply_from_the_start_of_the_name_and_the_first_wins()
             },
         }
     )
-    assert read.checkpoint_format == "gptq"
+    assert read.variant == "gptq"
     assert read.module("model.layers.0.mlp.down_proj") is None
     assert read.module("model.layers.1.mlp.down_proj") == ModuleSettings(8, 128, True)
     assert read.module("model.layers.1.mlp.up_proj") == ModuleSettings(4, 32, True)
@@ -185,7 +186,6 @@ def test_foreign_overrides_apply_from_the_start_of_the_name_and_the_first_wins()
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"quant_method": "awq"}, "quant_method is 'awq'"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
         ({"pack_dtype": "int8"}, "pack_dtype is 'int8'"),
         ({"bits": None}, "bits is None"),
@@ -200,4 +200,4 @@ def test_foreign_overrides_apply_from_the_start_of_the_name_and_the_first_wins()
 )
 def test_configs_without_a_meaning_are_refused(change, complaint):
     with pytest.raises(SourceError, match=complaint):
-        read_quantization_config({"quant_method": "gptq", "bits": 4, "group_size": 128} | change)
+        read_settings({"quant_method": "gptq", "bits": 4, "group_size": 128} | change)

@@ -5,7 +5,9 @@ from hypothesis import strategies as st
 
 from hessquant.core.grid import Grid, GridSpec, QuantizedWeight, encode, min_max
 from hessquant.errors import CheckpointError
+from hessquant.formats import bits as bit_streams
 from hessquant.formats import gptq
+from hessquant.formats.dialect import ModuleSettings, layout_of
 
 
 def random_weight(rows, columns, bits, group_size=-1, symmetric=True, seed=0):
@@ -19,6 +21,15 @@ def random_weight(rows, columns, bits, group_size=-1, symmetric=True, seed=0):
     else:
         zeros = torch.randint(0, spec.top + 1, (rows, groups), generator=generator, dtype=torch.uint8)
     return QuantizedWeight(codes, Grid(spec, scales, zeros))
+
+
+def stated(bits, group_size=-1, symmetric=True):
+    return ModuleSettings(bits, group_size, symmetric)
+
+
+def stated_by(weight):
+    spec = weight.grid.spec
+    return ModuleSettings(spec.bits, spec.group_size, spec.symmetric)
 
 
 def read_stream(words, bits):
@@ -55,7 +66,7 @@ def unsigned(tensor):
     ],
 )
 def test_codes_pack_to_the_golden_words(bits, codes, words):
-    packed = gptq.pack(column_weight(codes, bits), "m", "gptq")["m.qweight"]
+    packed = gptq.pack(column_weight(codes, bits), "gptq")["qweight"]
     assert packed.dtype == torch.int32
     assert packed.shape == (len(words), 32)
     assert all(unsigned(packed[:, row]) == words for row in range(32))
@@ -74,23 +85,20 @@ def test_codes_pack_to_the_golden_words(bits, codes, words):
     ],
 )
 def test_symmetric_zeros_pack_to_the_golden_words(bits, checkpoint_format, words):
-    packed = gptq.pack(column_weight([0] * 32, bits), "m", checkpoint_format)["m.qzeros"]
+    packed = gptq.pack(column_weight([0] * 32, bits), checkpoint_format)["qzeros"]
     assert [unsigned(line) for line in packed] == [words]
 
 
 def test_parts_have_the_documented_names_dtypes_and_shapes():
-    parts = gptq.pack(random_weight(8, 64, 4, group_size=16), "a.b", "gptq")
+    parts = gptq.pack(random_weight(8, 64, 4, group_size=16), "gptq")
     assert {name: (part.dtype, tuple(part.shape)) for name, part in parts.items()} == {
-        "a.b.qweight": (torch.int32, (8, 8)),
-        "a.b.qzeros": (torch.int32, (4, 1)),
-        "a.b.scales": (torch.float16, (4, 8)),
-        "a.b.g_idx": (torch.int32, (64,)),
+        "qweight": (torch.int32, (8, 8)),
+        "qzeros": (torch.int32, (4, 1)),
+        "scales": (torch.float16, (4, 8)),
+        "g_idx": (torch.int32, (64,)),
     }
-    assert parts["a.b.g_idx"].tolist() == [column // 16 for column in range(64)]
-    planned = gptq.layout(8, 64, 4, 16)
-    assert {part: shape for part, (_, shape) in planned.items()} == {
-        name.removeprefix("a.b."): tuple(part.shape) for name, part in parts.items()
-    }
+    assert parts["g_idx"].tolist() == [column // 16 for column in range(64)]
+    assert gptq.layout(8, 64, stated(4, 16)) == layout_of(parts)
 
 
 shapes = st.sampled_from([(32, 32), (32, 96), (64, 32), (96, 64)])
@@ -107,25 +115,25 @@ shapes = st.sampled_from([(32, 32), (32, 96), (64, 32), (96, 64)])
 def test_what_is_packed_is_what_is_decoded(bits, symmetric, group_size, shape, seed):
     weight = random_weight(*shape, bits, group_size, symmetric, seed)
     checkpoint_format = gptq.choose_checkpoint_format([weight])
-    parts = gptq.pack(weight, "m", checkpoint_format)
+    parts = gptq.pack(weight, checkpoint_format)
 
-    read = gptq.unpack(parts, "m", weight.grid.spec, checkpoint_format)
+    read = gptq.unpack(parts, stated_by(weight), checkpoint_format)
     assert torch.equal(read.codes, weight.codes)
     assert torch.equal(read.grid.zeros, weight.grid.zeros)
     assert torch.equal(read.grid.scales, weight.grid.scales)
-    assert torch.equal(gptq.dequantize(parts, "m", bits, checkpoint_format), weight.dequantize())
+    assert torch.equal(gptq.dequantize(parts, stated(bits), checkpoint_format), weight.dequantize())
 
     row = seed % shape[0]
-    assert read_stream(parts["m.qweight"][:, row].tolist(), bits) == weight.codes[row].tolist()
-    stored = read_stream(parts["m.qzeros"][0].tolist(), bits)
+    assert read_stream(parts["qweight"][:, row].tolist(), bits) == weight.codes[row].tolist()
+    stored = read_stream(parts["qzeros"][0].tolist(), bits)
     assert [zero + (checkpoint_format == "gptq") for zero in stored] == weight.grid.zeros[:, 0].tolist()
 
 
 def test_the_decoder_gives_the_same_in_many_chunks(monkeypatch):
     weight = random_weight(64, 96, 3, group_size=32)
-    parts = gptq.pack(weight, "m", "gptq")
-    monkeypatch.setattr(gptq, "_BITS_PER_CHUNK", 96 * 3 * 5)
-    assert torch.equal(gptq.dequantize(parts, "m", 3, "gptq"), weight.dequantize())
+    parts = gptq.pack(weight, "gptq")
+    monkeypatch.setattr(bit_streams, "_BITS_PER_CHUNK", 96 * 3 * 5)
+    assert torch.equal(gptq.dequantize(parts, stated(3), "gptq"), weight.dequantize())
 
 
 def test_v1_is_chosen_unless_a_zero_is_0():
@@ -140,8 +148,8 @@ def test_v1_is_chosen_unless_a_zero_is_0():
 def test_v1_with_a_zero_of_0_is_refused():
     weight = random_weight(32, 32, 4, symmetric=False)
     weight.grid.zeros[3, 0] = 0
-    with pytest.raises(CheckpointError, match=r"layer\.up: a zero of 0 wraps"):
-        gptq.pack(weight, "layer.up", "gptq")
+    with pytest.raises(CheckpointError, match="a zero of 0 wraps"):
+        gptq.pack(weight, "gptq")
 
 
 @pytest.mark.parametrize(
@@ -157,41 +165,41 @@ def test_v1_with_a_zero_of_0_is_refused():
     ],
 )
 def test_shapes_without_a_place_in_the_format_are_named(rows, columns, bits, group_size, complaint):
-    fault = gptq.shape_fault(rows, columns, bits, group_size)
+    fault = gptq.target_fault(rows, columns, stated(bits, group_size))
     assert fault is None if complaint is None else complaint in fault
 
 
-def test_packing_a_shape_without_a_place_names_the_layer():
-    with pytest.raises(CheckpointError, match=r"model\.up: 10 outputs of 4 bits"):
-        gptq.pack(random_weight(10, 64, 4), "model.up", "gptq")
+def test_packing_a_shape_without_a_place_is_refused():
+    with pytest.raises(CheckpointError, match="10 outputs of 4 bits"):
+        gptq.pack(random_weight(10, 64, 4), "gptq")
 
 
 def test_scales_of_another_dtype_are_refused():
     weight = random_weight(8, 64, 4)
     grid = Grid(weight.grid.spec, weight.grid.scales.bfloat16(), weight.grid.zeros)
-    with pytest.raises(CheckpointError, match=r"m: scales are torch\.bfloat16"):
-        gptq.pack(QuantizedWeight(weight.codes, grid), "m", "gptq")
+    with pytest.raises(CheckpointError, match=r"scales are torch\.bfloat16"):
+        gptq.pack(QuantizedWeight(weight.codes, grid), "gptq")
 
 
 def test_a_permuted_group_index_is_taken_literally():
     weight = random_weight(8, 64, 4, group_size=16, symmetric=False)
-    parts = gptq.pack(weight, "m", "gptq_v2")
+    parts = gptq.pack(weight, "gptq_v2")
     order = torch.randperm(64, generator=torch.Generator().manual_seed(1))
-    parts["m.g_idx"] = parts["m.g_idx"][order]
-    groups = parts["m.g_idx"].tolist()
-    decoded = gptq.dequantize(parts, "m", 4, "gptq_v2")
+    parts["g_idx"] = parts["g_idx"][order]
+    groups = parts["g_idx"].tolist()
+    decoded = gptq.dequantize(parts, stated(4), "gptq_v2")
     for row, column in ((0, 0), (3, 17), (7, 63)):
         zero, scale = weight.grid.zeros[row, groups[column]], weight.grid.scales[row, groups[column]]
         assert decoded[row, column] == (int(weight.codes[row, column]) - int(zero)) * float(scale)
-    with pytest.raises(CheckpointError, match="m: g_idx permutes"):
-        gptq.unpack(parts, "m", weight.grid.spec, "gptq_v2")
+    with pytest.raises(CheckpointError, match="g_idx permutes"):
+        gptq.unpack(parts, stated_by(weight), "gptq_v2")
 
 
 def test_a_missing_group_index_means_the_natural_order():
     weight = random_weight(8, 64, 4, group_size=16)
-    parts = gptq.pack(weight, "m", "gptq")
-    del parts["m.g_idx"]
-    assert torch.equal(gptq.dequantize(parts, "m", 4, "gptq"), weight.dequantize())
+    parts = gptq.pack(weight, "gptq")
+    del parts["g_idx"]
+    assert torch.equal(gptq.dequantize(parts, stated(4), "gptq"), weight.dequantize())
 
 
 @pytest.mark.parametrize(
@@ -207,35 +215,41 @@ def test_a_missing_group_index_means_the_natural_order():
     ],
 )
 def test_malformed_parts_are_refused_by_name(part, replacement, complaint):
-    parts = gptq.pack(random_weight(8, 64, 4, group_size=16), "m", "gptq")
+    parts = gptq.pack(random_weight(8, 64, 4, group_size=16), "gptq")
     if replacement is None:
-        del parts[f"m.{part}"]
+        del parts[f"{part}"]
     else:
-        parts[f"m.{part}"] = replacement
-    with pytest.raises(CheckpointError, match=f"m: {complaint}"):
-        gptq.dequantize(parts, "m", 4, "gptq")
+        parts[f"{part}"] = replacement
+    with pytest.raises(CheckpointError, match=complaint):
+        gptq.dequantize(parts, stated(4), "gptq")
 
 
 def test_a_missing_group_index_with_a_ragged_last_group_is_refused():
-    parts = gptq.pack(random_weight(8, 64, 4, group_size=16), "m", "gptq")
-    parts = {"m.qweight": parts["m.qweight"], "m.qzeros": parts["m.qzeros"][:3], "m.scales": parts["m.scales"][:3]}
-    with pytest.raises(CheckpointError, match="m: g_idx is missing, and 3 groups do not divide 64 inputs"):
-        gptq.dequantize(parts, "m", 4, "gptq")
+    parts = gptq.pack(random_weight(8, 64, 4, group_size=16), "gptq")
+    parts = {"qweight": parts["qweight"], "qzeros": parts["qzeros"][:3], "scales": parts["scales"][:3]}
+    with pytest.raises(CheckpointError, match="g_idx is missing, and 3 groups do not divide 64 inputs"):
+        gptq.dequantize(parts, stated(4), "gptq")
 
 
 def test_words_that_do_not_hold_whole_codes_are_refused():
-    parts = gptq.pack(random_weight(32, 64, 4), "m", "gptq")
+    parts = gptq.pack(random_weight(32, 64, 4), "gptq")
     with pytest.raises(CheckpointError, match="do not hold whole codes of 3 bits"):
-        gptq.dequantize(parts, "m", 3, "gptq")
+        gptq.dequantize(parts, stated(3), "gptq")
 
 
 def test_reading_on_another_grid_than_the_written_one_is_refused():
     weight = random_weight(8, 64, 4, group_size=16)
-    parts = gptq.pack(weight, "m", "gptq")
-    with pytest.raises(CheckpointError, match="m: 4 groups, but group size 32 makes 2"):
-        gptq.unpack(parts, "m", GridSpec(bits=4, group_size=32), "gptq")
-    with pytest.raises(CheckpointError, match=r"m: scales are torch\.float16, not torch\.bfloat16"):
-        gptq.unpack(parts, "m", GridSpec(bits=4, group_size=16, scale_dtype=torch.bfloat16), "gptq")
+    parts = gptq.pack(weight, "gptq")
+    with pytest.raises(CheckpointError, match="4 groups, but group size 32 makes 2"):
+        gptq.unpack(parts, stated(4, 32), "gptq")
+
+
+def test_scales_are_read_in_the_dtype_that_they_are_stored_in():
+    weight = random_weight(8, 64, 4, group_size=16)
+    parts = gptq.pack(weight, "gptq")
+    parts["scales"] = parts["scales"].bfloat16()
+    read = gptq.unpack(parts, stated(4, 16), "gptq")
+    assert read.grid.spec.scale_dtype == read.grid.scales.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -249,11 +263,11 @@ def test_zero_and_tiny_groups_come_back_finite_and_zero_groups_exact(symmetric):
     grid = min_max(weight, GridSpec(bits=4, symmetric=symmetric, group_size=32))
     quantized = QuantizedWeight(encode(weight, grid), grid)
     checkpoint_format = gptq.choose_checkpoint_format([quantized])
-    parts = gptq.pack(quantized, "m", checkpoint_format)
-    scales = parts["m.scales"]
+    parts = gptq.pack(quantized, checkpoint_format)
+    scales = parts["scales"]
     assert bool(torch.isfinite(scales).all())
     assert bool((scales > 0).all())
-    decoded = gptq.dequantize(parts, "m", 4, checkpoint_format)
+    decoded = gptq.dequantize(parts, stated(4), checkpoint_format)
     assert bool(torch.isfinite(decoded).all())
     assert torch.equal(decoded[:4], torch.zeros(4, 128))
     assert torch.equal(decoded[8, 32:64], torch.zeros(32))

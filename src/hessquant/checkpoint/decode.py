@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor
 
 from hessquant.checkpoint.reader import CheckpointReader
-from hessquant.errors import SourceError
-from hessquant.formats import gptq
-from hessquant.formats.gptq_config import GptqSettings, read_quantization_config
+from hessquant.errors import CheckpointError, SourceError
+from hessquant.formats.dialect import Dialect, ModuleSettings, Settings
+from hessquant.formats.dialects import DIALECTS, dialect_of
 
 
 def quantization_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -39,31 +39,48 @@ def decoded_state(reader: CheckpointReader, *, transposed: Collection[str] = ())
     """
     described = quantization_of(reader.config)
     if described is None:
-        modules = gptq.quantized_modules(reader.tensors)
-        if modules:
-            raise SourceError(f"{modules[0]} is packed, but config.json has no quantization_config to read it by")
+        packed = [module for dialect in DIALECTS.values() for module in dialect.modules(reader.tensors)]
+        if packed:
+            raise SourceError(f"{packed[0]} is packed, but config.json has no quantization_config to read it by")
         return {name: reader.read(name) for name in reader.tensors}
-    settings = read_quantization_config(described)
+    dialect = dialect_of(described)
+    settings = dialect.read_settings(described)
     state: dict[str, Tensor] = {}
     parts: set[str] = set()
-    for module in gptq.quantized_modules(reader.tensors):
+    for module in dialect.modules(reader.tensors):
         name = f"{module}.weight"
-        decoded = decode_module(reader, module, settings)
+        decoded = decode_module(reader, module, dialect, settings)
         state[name] = decoded.T.contiguous() if name in transposed else decoded
-        parts.update(gptq.part_names(module).values())
+        parts.update(dialect.part_names(module).values())
     return {name: reader.read(name) for name in reader.tensors if name not in parts} | state
 
 
-def decode_module(reader: CheckpointReader, module: str, settings: GptqSettings) -> Tensor:
+def decode_module(reader: CheckpointReader, module: str, dialect: Dialect, settings: Settings) -> Tensor:
     """One quantized weight as float32 [outputs, inputs].
 
     Raises:
         SourceError: If the config says that the module is not quantized.
         CheckpointError: If its tensors are malformed.
     """
+    stated = stated_of(module, settings)
+    try:
+        return dialect.dequantize(read_parts(reader, module, dialect), stated, settings.variant)
+    except CheckpointError as error:
+        raise CheckpointError(f"{module}: {error}") from error
+
+
+def stated_of(module: str, settings: Settings) -> ModuleSettings:
+    """How a packed module is quantized, by the config.
+
+    Raises:
+        SourceError: If the config says that it is not.
+    """
     stated = settings.module(module)
     if stated is None:
         raise SourceError(f"{module} is packed, but quantization_config says that it is left in 16 bit")
-    names = [name for name in gptq.part_names(module).values() if name in reader.tensors]
-    tensors = {name: reader.read(name) for name in names}
-    return gptq.dequantize(tensors, module, stated.bits, settings.checkpoint_format)
+    return stated
+
+
+def read_parts(reader: CheckpointReader, module: str, dialect: Dialect) -> dict[str, Tensor]:
+    """The parts of one packed weight that are there, by their short names."""
+    return {part: reader.read(name) for part, name in dialect.part_names(module).items() if name in reader.tensors}

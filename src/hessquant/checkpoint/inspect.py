@@ -6,9 +6,8 @@ from pathlib import Path
 from hessquant.checkpoint.decode import quantization_of
 from hessquant.checkpoint.header import read_json
 from hessquant.checkpoint.reader import CONFIG_FILE, ShardFiles, take_inventory
-from hessquant.formats import gptq
-from hessquant.formats.gptq_check import value_faults
-from hessquant.formats.gptq_config import GptqSettings, ModuleSettings, read_quantization_config
+from hessquant.formats.dialect import Dialect, ModuleSettings, Settings
+from hessquant.formats.dialects import DIALECTS, dialect_of
 from hessquant.records import InspectedWeight, Inspection, TensorInfo
 
 
@@ -20,11 +19,12 @@ def inspect_checkpoint(directory: Path) -> Inspection:
     """
     inventory = take_inventory(directory)
     described = quantization_of(read_json(directory / CONFIG_FILE))
-    settings = read_quantization_config(described) if described is not None else None
     tensors = inventory.tensors
-    modules = gptq.quantized_modules(tensors)
-    faults = [*inventory.faults, *_inventory_faults(tensors, modules, settings)]
-    parts = {name for module in modules for name in gptq.part_names(module).values()}
+    dialect = dialect_of(described) if described is not None else _unstated_dialect(tensors)
+    settings = dialect.read_settings(described) if described is not None else None
+    modules = dialect.modules(tensors)
+    faults = [*inventory.faults, *_inventory_faults(tensors, modules, dialect, settings)]
+    parts = {name for module in modules for name in dialect.part_names(module).values()}
     weights: list[InspectedWeight] = []
     files = ShardFiles(directory)
     try:
@@ -32,7 +32,7 @@ def inspect_checkpoint(directory: Path) -> Inspection:
             stated = settings.module(module) if settings is not None else None
             if settings is None or stated is None:
                 continue
-            weight, found = _inspect_weight(module, tensors, stated, settings.checkpoint_format, files)
+            weight, found = _inspect_weight(module, tensors, stated, dialect, settings.variant, files)
             weights.extend([weight] if weight is not None else [])
             faults.extend(f"{module}: {fault}" for fault in found)
     finally:
@@ -40,7 +40,7 @@ def inspect_checkpoint(directory: Path) -> Inspection:
     count = sum(weight.rows * weight.columns for weight in weights)
     return Inspection(
         directory=directory.resolve().name,
-        format=settings.checkpoint_format if settings is not None else "none",
+        format=settings.variant if settings is not None else "none",
         weights=tuple(weights),
         untouched=tuple(info for name, info in tensors.items() if name not in parts),
         bits_per_weight=8 * sum(weight.bytes for weight in weights) / count if count else 0.0,
@@ -53,16 +53,17 @@ def _inspect_weight(
     module: str,
     tensors: Mapping[str, TensorInfo],
     stated: ModuleSettings,
-    checkpoint_format: gptq.CheckpointFormat,
+    dialect: Dialect,
+    variant: str,
     files: ShardFiles,
 ) -> tuple[InspectedWeight | None, list[str]]:
     """One packed weight and its faults; no weight where its parts do not fit together."""
-    parts = {part: tensors[name] for part, name in gptq.part_names(module).items() if name in tensors}
+    parts = {part: tensors[name] for part, name in dialect.part_names(module).items() if name in tensors}
     layout = {part: (info.dtype, info.shape) for part, info in parts.items()}
-    fault = gptq.layout_fault(layout, stated.bits)
+    fault = dialect.layout_fault(layout, stated)
     if fault:
         return None, [fault]
-    rows, columns = gptq.weight_shape(layout, stated.bits)
+    rows, columns = dialect.weight_shape(layout, stated)
     weight = InspectedWeight(
         name=f"{module}.weight",
         rows=rows,
@@ -73,11 +74,17 @@ def _inspect_weight(
         bytes=sum(info.bytes for info in parts.values()),
     )
     values = {part: files.read(info) for part, info in parts.items()}
-    return weight, list(value_faults(values, stated, checkpoint_format))
+    return weight, list(dialect.value_faults(values, stated, variant))
+
+
+def _unstated_dialect(tensors: Mapping[str, TensorInfo]) -> Dialect:
+    """The dialect whose packed weights are there, where no config says which."""
+    found = (dialect for dialect in DIALECTS.values() if dialect.modules(tensors))
+    return next(found, DIALECTS["gptq"])
 
 
 def _inventory_faults(
-    tensors: Mapping[str, TensorInfo], modules: list[str], settings: GptqSettings | None
+    tensors: Mapping[str, TensorInfo], modules: list[str], dialect: Dialect, settings: Settings | None
 ) -> Iterator[str]:
     """Contradictions between config and tensor names."""
     if settings is None and modules:
@@ -92,5 +99,5 @@ def _inventory_faults(
     packed = set(modules)
     for name in tensors:
         module, _, part = name.rpartition(".")
-        if settings is not None and part in gptq.PARTS and module not in packed:
+        if settings is not None and part in dialect.parts and module not in packed:
             yield f"{name} belongs to a packed weight that is not there"

@@ -13,8 +13,8 @@ from hessquant.checkpoint.shards import raw_bytes
 from hessquant.checkpoint.writer import QUANTIZATION_FILE
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError, SourceError, VerificationError
-from hessquant.formats import gptq
-from hessquant.formats.gptq_config import read_quantization_config
+from hessquant.formats.dialect import module_of, settings_of
+from hessquant.formats.dialects import dialect_of
 from hessquant.records import Plan
 
 
@@ -53,10 +53,12 @@ def verify(
 
 
 def _check_inventory(written: CheckpointReader, source: CheckpointReader, plan: Plan) -> None:
+    dialect = dialect_of(quantization_of(written.config) or {})
     expected = set(source.tensors)
     for target in plan.targets:
         expected.remove(target.name)
-        expected.update(gptq.part_names(gptq.module_of(target.name)).values())
+        names = dialect.part_names(module_of(target.name))
+        expected.update(names[part] for part in dialect.layout(target.rows, target.columns, settings_of(target)))
     missing, surplus = expected - set(written.tensors), set(written.tensors) - expected
     if missing:
         raise VerificationError(f"{min(missing)} was not written ({len(missing)} tensors are missing)")
@@ -66,7 +68,9 @@ def _check_inventory(written: CheckpointReader, source: CheckpointReader, plan: 
 
 def _check_config(out: Path, written: CheckpointReader, source: CheckpointReader) -> None:
     described = quantization_of(written.config)
-    if described is None or read_json(out / QUANTIZATION_FILE) != described:
+    if described is None:
+        raise VerificationError("config.json does not describe the quantization")
+    if described.get("quant_method") == "gptq" and read_json(out / QUANTIZATION_FILE) != described:
         raise VerificationError(f"{QUANTIZATION_FILE} and config.json describe the quantization differently")
     if written.config != {**source.config, "quantization_config": described}:
         raise VerificationError("config.json differs from the source's in more than quantization_config")
@@ -87,10 +91,12 @@ def _check_untouched(written: CheckpointReader, source: CheckpointReader, plan: 
 
 
 def _check_quantized(written: CheckpointReader, quantized: Mapping[str, QuantizedWeight], plan: Plan) -> int:
-    settings = read_quantization_config(quantization_of(written.config) or {})
+    described = quantization_of(written.config) or {}
+    dialect = dialect_of(described)
+    settings = dialect.read_settings(described)
     for target in plan.targets:
-        module = gptq.module_of(target.name)
-        decoded = decode_module(written, module, settings)
+        module = module_of(target.name)
+        decoded = decode_module(written, module, dialect, settings)
         solved = quantized[target.name].dequantize().cpu()
         if decoded.shape != solved.shape:
             raise VerificationError(f"{module} decodes to {list(decoded.shape)}, but {list(solved.shape)} was solved")

@@ -18,8 +18,8 @@ from hessquant.config import Config
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError, OutputError, SourceError
 from hessquant.files import replacing
-from hessquant.formats import gptq
-from hessquant.formats.gptq_config import quantization_config
+from hessquant.formats.dialect import Dialect, module_of, settings_of
+from hessquant.formats.dialects import DIALECTS
 from hessquant.records import Plan, Target, TensorInfo
 
 QUANTIZATION_FILE = "quantize_config.json"
@@ -109,14 +109,20 @@ def write_checkpoint(
         CheckpointError: If a weight has no place in the format, or the disk is full or fails.
     """
     targets = {target.name: target for target in plan.targets}
-    _check_targets(targets, source, quantized)
-    checkpoint_format = gptq.choose_checkpoint_format(quantized[t.name] for t in plan.targets if not t.symmetric)
-    described = quantization_config(plan, config, checkpoint_format, version)
-    shards = plan_shards(_units(source, targets), config.shard_bytes)
+    dialect = DIALECTS[config.format]
+    _check_targets(targets, source, quantized, dialect)
+    variant = dialect.choose_variant(quantized[target.name] for target in plan.targets if not target.symmetric)
+    described = dialect.describe(plan, config, variant, version)
+    shards = plan_shards(_units(source, targets, dialect), config.shard_bytes)
 
     def make(unit: Unit) -> dict[str, Tensor]:
         if unit.source in targets:
-            return gptq.pack(quantized[unit.source], gptq.module_of(unit.source), checkpoint_format)
+            try:
+                parts = dialect.pack(quantized[unit.source], variant)
+            except CheckpointError as error:
+                raise CheckpointError(f"{unit.source}: {error}") from error
+            names = dialect.part_names(module_of(unit.source))
+            return {names[part]: tensor for part, tensor in parts.items()}
         return {unit.source: source.read(unit.source)}
 
     with _writing(out):
@@ -127,7 +133,8 @@ def write_checkpoint(
         for file, units in shards.items():
             write_shard(out / file, units, make)
         _copy_sidecars(source_directory, out)
-        _write_json(out / QUANTIZATION_FILE, described)
+        if config.format == "gptq":
+            _write_json(out / QUANTIZATION_FILE, described)
         if len(shards) > 1:
             _write_json(out / INDEX_FILE, _index(shards))
     return {**source.config, "quantization_config": described}
@@ -187,26 +194,29 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def _check_targets(
-    targets: Mapping[str, Target], source: CheckpointReader, quantized: Mapping[str, QuantizedWeight]
+    targets: Mapping[str, Target],
+    source: CheckpointReader,
+    quantized: Mapping[str, QuantizedWeight],
+    dialect: Dialect,
 ) -> None:
     for name, target in targets.items():
         if name not in source.tensors:
             raise CheckpointError(f"{name}: planned as a target, but the source has no such tensor")
         if name not in quantized:
             raise CheckpointError(f"{name}: planned as a target, but there is no quantized weight for it")
-        fault = gptq.shape_fault(target.rows, target.columns, target.bits, target.group_size)
+        fault = dialect.target_fault(target.rows, target.columns, settings_of(target))
         if fault:
             raise CheckpointError(f"{name}: {fault}")
 
 
-def _units(source: CheckpointReader, targets: Mapping[str, Target]) -> Iterator[Unit]:
+def _units(source: CheckpointReader, targets: Mapping[str, Target], dialect: Dialect) -> Iterator[Unit]:
     for name, info in source.tensors.items():
         target = targets.get(name)
         if target is None:
             yield Unit(name, (info,))
             continue
-        names = gptq.part_names(gptq.module_of(name))
-        layout = gptq.layout(target.rows, target.columns, target.bits, target.group_size)
+        names = dialect.part_names(module_of(name))
+        layout = dialect.layout(target.rows, target.columns, settings_of(target))
         yield Unit(
             name,
             tuple(

@@ -2,49 +2,16 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 from hessquant.config import Config
 from hessquant.errors import CheckpointError, SourceError
-from hessquant.formats.gptq import BITS, CheckpointFormat, module_of
+from hessquant.formats.dialect import ModuleSettings, Settings, module_of, skipped_modules
+from hessquant.formats.gptq import BITS, CheckpointFormat
 from hessquant.records import Plan, Target
 
 
-@dataclass(frozen=True)
-class ModuleSettings:
-    """How one module is quantized; `group_size` -1 = one group per row."""
-
-    bits: int
-    group_size: int
-    symmetric: bool
-
-
-@dataclass(frozen=True)
-class GptqSettings:
-    """What a GPTQ `quantization_config` says.
-
-    Attributes:
-        default: Settings of modules that no override names.
-        checkpoint_format: Whether zeros are stored less one ("gptq") or as they are ("gptq_v2").
-        overrides: Patterns in order, each with the settings of the modules it matches; None = left in 16 bit.
-    """
-
-    default: ModuleSettings
-    checkpoint_format: CheckpointFormat
-    overrides: tuple[tuple[re.Pattern[str], ModuleSettings | None], ...]
-
-    def module(self, name: str) -> ModuleSettings | None:
-        """Settings of a module, None if it is left in 16 bit; the first pattern that matches its start decides."""
-        for pattern, settings in self.overrides:
-            if pattern.match(name):
-                return settings
-        return self.default
-
-
-def quantization_config(
-    plan: Plan, config: Config, checkpoint_format: CheckpointFormat, version: str
-) -> dict[str, Any]:
+def describe(plan: Plan, config: Config, checkpoint_format: str, version: str) -> dict[str, Any]:
     """Describe exactly what a checkpoint written after `plan` holds; no paths, no calibration text.
 
     Raises:
@@ -75,7 +42,7 @@ def quantization_config(
     if not 0 < config.damping < 1:
         # transformers refuses to open a checkpoint with damp_percent 0 or 1; the report states it anyway.
         del described["damp_percent"]
-    skipped = _skipped_modules(plan)
+    skipped = skipped_modules(plan)
     if skipped:
         # vLLM and GPTQModel read the first, optimum (for transformers) only the second; vLLM reads both.
         described["dynamic"] = {f"-:^{re.escape(module)}$": {} for module in skipped}
@@ -83,15 +50,12 @@ def quantization_config(
     return described
 
 
-def read_quantization_config(described: Mapping[str, Any]) -> GptqSettings:
+def read_settings(described: Mapping[str, Any]) -> Settings:
     """Read a `quantization_config`, whoever wrote it.
 
     Raises:
         SourceError: If it is not of the GPTQ format or says something that has no meaning.
     """
-    method = described.get("quant_method")
-    if method != "gptq":
-        raise SourceError(f"quant_method is {method!r}; only gptq checkpoints can be decoded")
     checkpoint_format = described.get("checkpoint_format", "gptq")
     if checkpoint_format not in get_args(CheckpointFormat):
         raise SourceError(f"checkpoint_format is {checkpoint_format!r}; known are {get_args(CheckpointFormat)}")
@@ -102,7 +66,12 @@ def read_quantization_config(described: Mapping[str, Any]) -> GptqSettings:
         raise SourceError(f"dynamic is a {type(dynamic).__name__}, not an object")
     default = _module_settings(described, "quantization_config")
     overrides = tuple(_override(key, values, described) for key, values in dynamic.items())
-    return GptqSettings(default, cast(CheckpointFormat, checkpoint_format), overrides)
+
+    def module(name: str) -> ModuleSettings | None:
+        # The first pattern that matches the start of the name decides.
+        return next((settings for pattern, settings in overrides if pattern.match(name)), default)
+
+    return Settings(checkpoint_format, module)
 
 
 def _override(key: str, values: Any, described: Mapping[str, Any]) -> tuple[re.Pattern[str], ModuleSettings | None]:
@@ -123,17 +92,6 @@ def _module_settings(values: Mapping[str, Any], where: str) -> ModuleSettings:
     if not isinstance(group_size, int) or not (group_size == -1 or group_size > 0):
         raise SourceError(f"{where}: group_size is {group_size!r}; it must be -1 or positive")
     return ModuleSettings(bits, group_size, bool(symmetric))
-
-
-def _skipped_modules(plan: Plan) -> list[str]:
-    """Modules inside the blocks that hold a matrix and are left in 16 bit.
-
-    Tensors of more dimensions count too: stacked experts are matrices to a server.
-    """
-    blocks = tuple(f"{block}." for block in plan.blocks)
-    targets = {module_of(target.name) for target in plan.targets}
-    matrices = [tensor.name for tensor in plan.untouched if tensor.name.startswith(blocks) and len(tensor.shape) > 1]
-    return [module for module in dict.fromkeys(name.rpartition(".")[0] for name in matrices) if module not in targets]
 
 
 def _quantized_names(plan: Plan, skipped: list[str]) -> list[list[str]]:

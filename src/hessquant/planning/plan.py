@@ -6,6 +6,7 @@ from transformers import PreTrainedConfig
 
 from hessquant.config import Config
 from hessquant.errors import PlanError, SourceError
+from hessquant.formats.dialects import DIALECTS
 from hessquant.models.probe import Probe, ProbedProduct, probe
 from hessquant.models.source import ModelSource, load_config
 from hessquant.planning.servers import verdicts
@@ -62,7 +63,7 @@ def make_plan(source: ModelSource, tensors: Mapping[str, TensorInfo], config: Co
         bits_per_weight=bits_per_weight(targets),
         unquantized_share=untouched_bytes / source_bytes,
         source_bytes=source_bytes,
-        output_bytes=untouched_bytes + sum(map(packed_bytes, targets)),
+        output_bytes=untouched_bytes + sum(packed_bytes(target, DIALECTS[config.format]) for target in targets),
         memory_bytes=memory_bytes(seen, targets, config, activation_budget(config)),
         tensor_parallel=tensor_parallel(chosen, config.bits, group_size),
         servers=verdicts(

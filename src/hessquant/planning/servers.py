@@ -55,6 +55,24 @@ _RULES: dict[Format, tuple[_Rule, ...]] = {
         _Rule("SGLang 0.5", "not run", frozenset({4, 8}), True, note="never tried: no CPU build", tried=False),
         _Rule("llama.cpp", "documented", frozenset(), note="reads GGUF only; its converter takes this format"),
     ),
+    "compressed-tensors": (
+        _Rule(
+            "vLLM 0.32 (CPU)",
+            "measured",
+            frozenset({4}),
+            multiple=32,
+            note="its 4-bit kernel needs a CPU with AVX-512",
+        ),
+        _Rule("vLLM (GPU, Marlin)", "documented", frozenset({4, 8}), True, _VLLM_GROUP_SIZES),
+        _Rule(
+            "transformers 5.24",
+            "measured",
+            frozenset({4, 8}),
+            note="needs compressed-tensors 0.20; asymmetric only with CompressedTensorsConfig(dequantize=True)",
+        ),
+        _Rule("SGLang 0.5", "not run", frozenset({4, 8}), note="never tried: no CPU build", tried=False),
+        _Rule("llama.cpp", "documented", frozenset(), note="reads GGUF only; its converter takes this format"),
+    ),
 }
 
 

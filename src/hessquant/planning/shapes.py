@@ -4,7 +4,8 @@ from collections.abc import Iterable, Sequence
 
 from hessquant.config import AUTO_GROUP_SIZES, Config
 from hessquant.errors import GroupSizeError, PlanError
-from hessquant.formats import gptq
+from hessquant.formats.dialect import ModuleSettings
+from hessquant.formats.dialects import DIALECTS
 from hessquant.models.probe import ProbedProduct
 
 _WORD = 32
@@ -48,7 +49,8 @@ def check_format(chosen: Iterable[ProbedProduct], blocks: Sequence[str], config:
     """
     faults: dict[str, None] = {}
     for product in chosen:
-        fault = gptq.shape_fault(product.rows, product.columns, config.bits, group_size)
+        stated = ModuleSettings(config.bits, group_size, config.symmetric)
+        fault = DIALECTS[config.format].target_fault(product.rows, product.columns, stated)
         if fault:
             faults[f"  {weight_pattern(product.name, blocks)}: {fault}"] = None
     if faults:

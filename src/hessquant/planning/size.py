@@ -6,7 +6,7 @@ from math import prod
 from typing import Literal
 
 from hessquant.config import Config
-from hessquant.formats import gptq
+from hessquant.formats.dialect import Dialect, settings_of
 from hessquant.memory import available_memory
 from hessquant.models.probe import Probe
 from hessquant.records import Target
@@ -17,7 +17,7 @@ TOKENS_PER_BATCH = 2048
 _FLOAT32 = 4
 _FLOAT64 = 8
 _SCALE_BITS = 16
-_ITEM_BYTES = {"I32": 4, "F16": 2}
+_ITEM_BYTES = {"I64": 8, "I32": 4, "F16": 2}
 
 
 def bits_per_weight(targets: Iterable[Target]) -> float:
@@ -29,9 +29,9 @@ def bits_per_weight(targets: Iterable[Target]) -> float:
     return bits / weights
 
 
-def packed_bytes(target: Target) -> int:
+def packed_bytes(target: Target, dialect: Dialect) -> int:
     """Bytes that a target takes in the output checkpoint."""
-    layout = gptq.layout(target.rows, target.columns, target.bits, target.group_size)
+    layout = dialect.layout(target.rows, target.columns, settings_of(target))
     return sum(_ITEM_BYTES[dtype] * prod(shape) for dtype, shape in layout.values())
 
 

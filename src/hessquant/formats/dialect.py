@@ -1,0 +1,133 @@
+"""What one on-disk dialect of quantized weights is: a table of pure functions, so that no room above names one.
+
+A quantized weight `X.weight` becomes parts `X.<part>`. The config says how to read them; what is written is packed by
+the config as it reads back, so that the two cannot disagree.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hessquant.config import Config
+from hessquant.core.grid import QuantizedWeight
+from hessquant.errors import CheckpointError
+from hessquant.records import Plan, Target
+
+_DTYPES = {
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+}
+
+Layout = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Dtype (as safetensors spells it) and shape of each part of one weight."""
+
+
+@dataclass(frozen=True)
+class ModuleSettings:
+    """How one module is quantized; `group_size` -1 = one group per row."""
+
+    bits: int
+    group_size: int
+    symmetric: bool
+
+    def groups(self, columns: int) -> int:
+        """Groups per row; a ragged last one counts."""
+        return 1 if self.group_size == -1 else -(-columns // self.group_size)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a `quantization_config` says.
+
+    Attributes:
+        variant: Which of the dialect's variants the parts are in, e.g. "gptq_v2".
+        module: Settings of a module by its name; None if it is left in 16 bit.
+    """
+
+    variant: str
+    module: Callable[[str], ModuleSettings | None]
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """One dialect. Functions take parts by their short name ("scales"), never by the module's.
+
+    Attributes:
+        name: As `--format` takes it.
+        quant_method: As `quantization_config` names it.
+        parts: Every part that a weight may have; the first holds the codes and is always there.
+        target_fault: Why a weight of (rows, columns) has no form in it, in one sentence; None if it has one.
+        layout: Parts of a weight that has no such fault.
+        choose_variant: The most widely read variant that holds these weights.
+        describe: The `quantization_config` for a plan, a variant and a version of Hessquant.
+        read_settings: Anybody's `quantization_config`, read. Raises SourceError where it says nothing that is known.
+        pack: The parts of a weight, on the CPU. Raises CheckpointError if it has no place in the variant.
+        layout_fault: What is wrong with the parts of one weight as found in a checkpoint; None if nothing is.
+        weight_shape: (rows, columns) of a weight whose parts have no such fault.
+        dequantize: Parts without such a fault -> float32 [rows, columns], whoever wrote them.
+        unpack: Parts without such a fault -> codes on a grid. Raises CheckpointError if they are on none of ours.
+        value_faults: One sentence per fault in values whose layout is right.
+    """
+
+    name: str
+    quant_method: str
+    parts: tuple[str, ...]
+    target_fault: Callable[[int, int, ModuleSettings], str | None]
+    layout: Callable[[int, int, ModuleSettings], Layout]
+    choose_variant: Callable[[Iterable[QuantizedWeight]], str]
+    describe: Callable[[Plan, Config, str, str], dict[str, Any]]
+    read_settings: Callable[[Mapping[str, Any]], Settings]
+    pack: Callable[[QuantizedWeight, str], dict[str, Tensor]]
+    layout_fault: Callable[[Layout, ModuleSettings], str | None]
+    weight_shape: Callable[[Layout, ModuleSettings], tuple[int, int]]
+    dequantize: Callable[[Mapping[str, Tensor], ModuleSettings, str], Tensor]
+    unpack: Callable[[Mapping[str, Tensor], ModuleSettings, str], QuantizedWeight]
+    value_faults: Callable[[Mapping[str, Tensor], ModuleSettings, str], Iterator[str]]
+
+    def modules(self, names: Iterable[str]) -> list[str]:
+        """Modules whose packed codes are among these tensor names, in their order."""
+        ending = f".{self.parts[0]}"
+        return [name.removesuffix(ending) for name in names if name.endswith(ending)]
+
+    def part_names(self, module: str) -> dict[str, str]:
+        """Tensor name of each part of a module."""
+        return {part: f"{module}.{part}" for part in self.parts}
+
+
+def layout_of(parts: Mapping[str, Tensor]) -> Layout:
+    """The layout of parts in memory."""
+    return {part: (_DTYPES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape)) for part, tensor in parts.items()}
+
+
+def settings_of(target: Target) -> ModuleSettings:
+    """What a plan says of one weight."""
+    return ModuleSettings(target.bits, target.group_size, target.symmetric)
+
+
+def skipped_modules(plan: Plan) -> list[str]:
+    """Modules inside the blocks that hold a matrix and are left in 16 bit.
+
+    Tensors of more dimensions count too: stacked experts are matrices to a server.
+    """
+    blocks = tuple(f"{block}." for block in plan.blocks)
+    targets = {module_of(target.name) for target in plan.targets}
+    matrices = [tensor.name for tensor in plan.untouched if tensor.name.startswith(blocks) and len(tensor.shape) > 1]
+    return [module for module in dict.fromkeys(name.rpartition(".")[0] for name in matrices) if module not in targets]
+
+
+def module_of(weight_name: str) -> str:
+    """The prefix X of a weight named `X.weight`.
+
+    Raises:
+        CheckpointError: If the name does not end in `.weight`, so that no reader would find its parts.
+    """
+    module, _, leaf = weight_name.rpartition(".")
+    if not module or leaf != "weight":
+        raise CheckpointError(f"{weight_name}: only weights named `<module>.weight` have a packed form; exclude it")
+    return module
