@@ -107,7 +107,7 @@ def main() -> int:
     arguments = _arguments()
     work = arguments.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
-    checkpoint = (arguments.checkpoint or _quantized(arguments.base, work / "checkpoint")).resolve()
+    checkpoint = (arguments.checkpoint or _quantized(arguments, work / "checkpoint")).resolve()
     source = resolve(str(checkpoint))
     ids = load_tokenizer(source)(PASSAGE)["input_ids"]
     (work / "ids.json").write_text(json.dumps(ids))
@@ -142,19 +142,20 @@ def main() -> int:
     return int(failed)
 
 
-def _quantized(base: str, directory: Path) -> Path:
+def _quantized(arguments: argparse.Namespace, directory: Path) -> Path:
     """A fresh 4-bit checkpoint by the command line."""
     if directory.exists():
         shutil.rmtree(directory)
     options = ["--bits", "4", "--group-size", "64", "--num-windows", "16", "--window-length", "512"]
-    command = [Path(sys.executable).with_name("hessquant"), "quantize", base, directory, *options]
+    options += ["--format", arguments.format, *(["--asymmetric"] if arguments.asymmetric else [])]
+    command = [Path(sys.executable).with_name("hessquant"), "quantize", arguments.base, directory, *options]
     if status := subprocess.run(command).returncode:
-        raise SystemExit(f"hessquant quantize {base} ended with {status}")
+        raise SystemExit(f"hessquant quantize {arguments.base} ended with {status}")
     return directory
 
 
 def _with_zeros_off_by_one(checkpoint: Path, broken: Path) -> Path:
-    """A copy whose every zero point is one too large, the classic fault between the format's two versions."""
+    """A copy of a GPTQ checkpoint whose every zero is one too large, the classic fault between its two versions."""
     shutil.rmtree(broken, ignore_errors=True)
     shutil.copytree(checkpoint, broken)
     for file in broken.glob("*.safetensors"):
@@ -207,8 +208,10 @@ def _ask(client: Client, checkpoint: Path, work: Path, reference: list[float]) -
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, help="a GPTQ checkpoint; otherwise one is made")
+    parser.add_argument("--checkpoint", type=Path, help="a checkpoint of ours; otherwise one is made")
     parser.add_argument("--base", default="demo", help="model to quantize when no checkpoint is given")
+    parser.add_argument("--format", choices=["gptq", "compressed-tensors"], default="gptq", help="of what is made")
+    parser.add_argument("--asymmetric", action="store_true", help="likewise")
     parser.add_argument("--clients", nargs="+", choices=list(CLIENTS), default=list(CLIENTS))
     parser.add_argument("--broken", action="store_true", help="damage the checkpoint, and expect that to be found")
     parser.add_argument("--work", type=Path, default=ROOT / "out" / "acceptance", help="directory for everything made")
