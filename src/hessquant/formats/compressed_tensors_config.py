@@ -7,7 +7,15 @@ from typing import Any
 from hessquant.config import Config
 from hessquant.errors import SourceError
 from hessquant.formats.compressed_tensors import BITS, VARIANT
-from hessquant.formats.dialect import ModuleSettings, Settings, module_of, settings_of, skipped_modules
+from hessquant.formats.dialect import (
+    LARGEST_GROUP,
+    ModuleSettings,
+    Settings,
+    compiled,
+    module_of,
+    settings_of,
+    skipped_modules,
+)
 from hessquant.records import Plan
 
 _METHOD = "compressed-tensors"
@@ -111,10 +119,8 @@ def _patterns(value: Any, where: str) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise SourceError(f"{where} is not a list of names")
     for pattern in value:
-        try:
-            re.compile(pattern.removeprefix("re:"))
-        except re.error as error:
-            raise SourceError(f"{where} holds {pattern!r}, which is not a regular expression: {error}") from error
+        if pattern.startswith("re:"):
+            compiled(pattern.removeprefix("re:"), where)
     return value
 
 
@@ -127,13 +133,13 @@ def _settings(group: Mapping[str, Any], key: str, layout: Any) -> ModuleSettings
     if group.get("input_activations") or group.get("output_activations"):
         raise SourceError(f"{where}: activations are quantized too, which cannot be decoded")
     bits, strategy, group_size = weights.get("num_bits"), weights.get("strategy"), weights.get("group_size")
-    if bits not in BITS:
+    if type(bits) is not int or bits not in BITS:
         raise SourceError(f"{where}: num_bits is {bits!r}; known are {', '.join(map(str, BITS))}")
     if weights.get("actorder") == "group":
         raise SourceError(f"{where}: actorder is 'group', a permutation of the inputs, which cannot be decoded")
     if strategy == "channel":
         return ModuleSettings(bits, -1, bool(weights.get("symmetric", True)))
-    if strategy != "group" or not isinstance(group_size, int) or group_size < 1:
+    if strategy != "group" or type(group_size) is not int or not 0 < group_size < LARGEST_GROUP:
         raise SourceError(f"{where}: strategy {strategy!r} with group_size {group_size!r} cannot be decoded")
     return ModuleSettings(bits, group_size, bool(weights.get("symmetric", True)))
 

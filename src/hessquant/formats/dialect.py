@@ -4,6 +4,8 @@ A quantized weight `X.weight` becomes parts `X.<part>`. The config says how to r
 the config as it reads back, so that the two cannot disagree.
 """
 
+import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from hessquant.config import Config
 from hessquant.core.grid import QuantizedWeight
-from hessquant.errors import CheckpointError
+from hessquant.errors import CheckpointError, SourceError
 from hessquant.records import Plan, Target
 
 _DTYPES = {
@@ -26,6 +28,10 @@ _DTYPES = {
 
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]
 """Dtype (as safetensors spells it) and shape of each part of one weight."""
+
+
+LARGEST_GROUP = 1 << 31
+"""Group sizes from here on fit no weight, and some do not fit the arithmetic."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,20 @@ class Dialect:
     def part_names(self, module: str) -> dict[str, str]:
         """Tensor name of each part of a module."""
         return {part: f"{module}.{part}" for part in self.parts}
+
+
+def compiled(pattern: str, where: str) -> re.Pattern[str]:
+    """A regular expression out of somebody's config.
+
+    Raises:
+        SourceError: If it is none.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return re.compile(pattern)
+    except (re.error, OverflowError, RecursionError, FutureWarning) as error:
+        raise SourceError(f"{where} holds {pattern!r:.200}, which is not a regular expression: {error}") from error
 
 
 def layout_of(parts: Mapping[str, Tensor]) -> Layout:

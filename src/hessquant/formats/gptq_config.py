@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from hessquant.config import Config
 from hessquant.errors import CheckpointError, SourceError
-from hessquant.formats.dialect import ModuleSettings, Settings, module_of, skipped_modules
+from hessquant.formats.dialect import LARGEST_GROUP, ModuleSettings, Settings, compiled, module_of, skipped_modules
 from hessquant.formats.gptq import BITS, CheckpointFormat
 from hessquant.records import Plan, Target
 
@@ -78,18 +78,15 @@ def _override(key: str, values: Any, described: Mapping[str, Any]) -> tuple[re.P
     """One entry of `dynamic`: "-:" leaves modules alone, "+:" or nothing overrides their settings."""
     if not isinstance(values, dict):
         raise SourceError(f"dynamic holds {values!r} under {key!r}, not an object")
-    try:
-        pattern = re.compile(key.removeprefix("-:").removeprefix("+:"))
-    except re.error as error:
-        raise SourceError(f"dynamic holds {key!r}, which is not a regular expression: {error}") from error
+    pattern = compiled(key.removeprefix("-:").removeprefix("+:"), "dynamic")
     return pattern, None if key.startswith("-:") else _module_settings({**described, **values}, key)
 
 
 def _module_settings(values: Mapping[str, Any], where: str) -> ModuleSettings:
     bits, group_size, symmetric = values.get("bits"), values.get("group_size", -1), values.get("sym", True)
-    if bits not in BITS:
+    if type(bits) is not int or bits not in BITS:
         raise SourceError(f"{where}: bits is {bits!r}; known are {', '.join(map(str, BITS))}")
-    if not isinstance(group_size, int) or not (group_size == -1 or group_size > 0):
+    if type(group_size) is not int or not (group_size == -1 or 0 < group_size < LARGEST_GROUP):
         raise SourceError(f"{where}: group_size is {group_size!r}; it must be -1 or positive")
     return ModuleSettings(bits, group_size, bool(symmetric))
 
