@@ -8,7 +8,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from hessquant.checkpoint import shards, writer
-from hessquant.checkpoint.reader import DTYPE_BYTES, CheckpointReader
+from hessquant.checkpoint.header import DTYPE_BYTES
+from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.shards import Unit, plan_shards, write_shard
 from hessquant.checkpoint.writer import RUN_MARK, refuse_output
 from hessquant.core.grid import QuantizedWeight
