@@ -12,7 +12,7 @@ FEW, MANY = 4, 12
 # Wide, because small tensors share glibc's heap, whose holes differ from run to run: up to 30 MB. The MLP's weights are
 # loaded and used like all others, but solving them would take most of the time.
 HIDDEN, INTERMEDIATE = 1024, 2048
-SETTINGS = {"activation_memory": 1 << 24, "exclude": ["mlp.*"], "refinement_rounds": 0, "scale_search": False}
+SETTINGS = {"activation_memory": 1 << 24, "exclude": ["mlp.*"]}
 
 
 @pytest.fixture
