@@ -10,17 +10,11 @@ from contextlib import ExitStack
 import pytest
 from tests.faults.harness import BLOCKS, ENVIRONMENT, ROOT, digests, finished_blocks, looks_complete
 
-from hessquant.config import Config
-
 # With the search of scales and the refinement, so that a block takes long enough to be interrupted in.
-SETTINGS = {
-    "num_windows": 8,
-    "window_length": 16,
-    "scale_search": True,
-    "refinement_rounds": Config().refinement_rounds,
-}
+SETTINGS = {"num_windows": 8, "window_length": 16, "scale_search": True, "refinement_rounds": 2}
 CODES = {signal.SIGTERM: 143, signal.SIGINT: 130}
 OPTIONS = ["--group-size", "32", "--shard-size", "60000", "--num-windows", "8", "--window-length", "16"]
+OPTIONS += ["--refinement-rounds", "2"]
 
 
 @pytest.fixture(scope="module")
