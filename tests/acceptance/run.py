@@ -2,7 +2,7 @@
 
     python tests/acceptance/run.py                                  # quantizes the demo model first
     python tests/acceptance/run.py --checkpoint DIR --clients transformers
-    python tests/acceptance/run.py --broken                         # every zero off by one: each client must FAIL
+    python tests/acceptance/run.py --broken                         # scales too large: each client must FAIL
 
 Each client runs in a virtual environment of its own (`benchmarks/environments.py`; made on first use, gigabytes and
 minutes for vLLM) and gives the log-probability of every token of a fixed passage. The reference is our own decoder in
@@ -126,7 +126,7 @@ def main() -> int:
     ]
     for dtype, distance in rounding.items():
         lines.append(f"| our decoder in {_short(dtype)} | {distance.mean:.4f} | {distance.nll:.4f} | measure |")
-    opened = _with_zeros_off_by_one(checkpoint, work / "broken") if arguments.broken else checkpoint
+    opened = _with_wrong_scales(checkpoint, work / "broken") if arguments.broken else checkpoint
     failed = False
     for name in arguments.clients:
         outcome, distance = _ask(CLIENTS[name], opened, work, reference)
@@ -154,17 +154,14 @@ def _quantized(arguments: argparse.Namespace, directory: Path) -> Path:
     return directory
 
 
-def _with_zeros_off_by_one(checkpoint: Path, broken: Path) -> Path:
-    """A copy of a GPTQ checkpoint whose every zero is one too large, the classic fault between its two versions."""
+def _with_wrong_scales(checkpoint: Path, broken: Path) -> Path:
+    """A copy whose every scale is a tenth too large; zeros would not do, vLLM reads none of symmetric weights."""
     shutil.rmtree(broken, ignore_errors=True)
     shutil.copytree(checkpoint, broken)
     for file in broken.glob("*.safetensors"):
         tensors = load_file(file)
-        for name, tensor in tensors.items():
-            if name.endswith(".qzeros"):
-                # 4 bits, symmetric: eight stored zeros of 7 per word, which stand for 8.
-                tensors[name] = tensor + 0x11111111
-        save_file(tensors, file, metadata={"format": "pt"})
+        scaled = {name: 1.1 * tensor for name, tensor in tensors.items() if name.endswith(("scales", "_scale"))}
+        save_file(tensors | scaled, file, metadata={"format": "pt"})
     return broken
 
 
