@@ -9,10 +9,10 @@ from benchmarks.memory import Job, measure, write_checkpoint
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 
 FEW, MANY = 4, 12
-# Wide, because small tensors share glibc's heap, whose holes differ from run to run: up to 30 MB. The MLP's weights are
-# loaded and used like all others, but solving them would take most of the time.
+# Wide, because small tensors share glibc's heap, whose holes differ from run to run: up to 30 MB. One weight per block
+# is solved, to save time; all are loaded and used.
 HIDDEN, INTERMEDIATE = 1024, 2048
-SETTINGS = {"activation_memory": 1 << 24, "exclude": ["mlp.*"]}
+SETTINGS = {"activation_memory": 1 << 24, "exclude": ["mlp.*", "[qkv]_proj"]}
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def run(tmp_path, monkeypatch):
 
     def run(blocks):
         stored = write_checkpoint(tmp_path / "model", blocks, HIDDEN, INTERMEDIATE)
-        measured = measure(Job(str(tmp_path), 2, 128, SETTINGS), allowance=1 << 30)
+        measured = measure(Job(str(tmp_path), 2, 128, SETTINGS), allowance=2 << 30)
         for directory in ("model", "out"):
             shutil.rmtree(tmp_path / directory)
         return stored, measured.peak - measured.baseline

@@ -1,4 +1,6 @@
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -135,3 +137,27 @@ def test_an_empty_directory_and_no_directory_are_told_apart(tmp_path):
         CheckpointReader(tmp_path)
     with pytest.raises(SourceError, match="is not a directory"):
         CheckpointReader(tmp_path / "absent")
+
+
+def test_a_checkpoint_is_closed_while_threads_still_read_from_it(tmp_path):
+    weight = torch.arange(1 << 22, dtype=torch.float32)
+    save_file({"w": weight}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+
+    def read_on(reader, started):
+        for _ in range(1000):
+            started.set()
+            try:
+                tensor = reader.read("w")
+            except SourceError as error:
+                return str(error)
+            assert torch.equal(tensor, weight)
+        return "never refused"
+
+    for _ in range(5):
+        reader, started = CheckpointReader(tmp_path), threading.Event()
+        with ThreadPoolExecutor() as pool:
+            end = pool.submit(read_on, reader, started)
+            started.wait()
+            reader.close()
+            assert end.result().endswith("has been closed")

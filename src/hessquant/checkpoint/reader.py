@@ -4,7 +4,6 @@ Only safetensors is read. Pickle files can run code and are refused by name.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -51,10 +50,10 @@ class ShardFiles:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._stack = ExitStack()
         self._handles: dict[str, Any] = {}
         # Tensors of a block are read by several threads.
         self._lock = Lock()
+        self._closed = False
 
     def read(self, info: TensorInfo) -> Tensor:
         """Read one tensor, as stored.
@@ -92,14 +91,21 @@ class ShardFiles:
 
     def _handle(self, file: str) -> Any:
         with self._lock:
+            if self._closed:
+                raise SourceError(f"{self._directory / file} has been closed")
             if file not in self._handles:
-                self._handles[file] = self._stack.enter_context(_open(self._directory / file))
+                self._handles[file] = _open(self._directory / file)
             return self._handles[file]
 
     def close(self) -> None:
-        """Close every file; tensors already read stay valid."""
-        self._handles.clear()
-        self._stack.close()
+        """Close every file; tensors already read stay valid.
+
+        Transformers' loading code leaves threads behind when it is interrupted. A file that one of them is reading
+        closes when that read ends: here it is only let go of, since safetensors cannot close a file in use.
+        """
+        with self._lock:
+            self._closed = True
+            self._handles.clear()
 
 
 class CheckpointReader:
