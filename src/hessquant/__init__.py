@@ -8,7 +8,7 @@ solution = hessquant.solve(weight, hessian, hessquant.Config(bits=4, group_size=
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hessquant.config import Config
+from hessquant.config import Config, Override
 
 if TYPE_CHECKING:
     from hessquant.kernels.dispatch import solve
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["Config", "__version__", "evaluate", "inspect", "make_plan", "quantize", "solve"]
+__all__ = ["Config", "Override", "__version__", "evaluate", "inspect", "make_plan", "quantize", "solve"]
 
 _HOMES = {
     "evaluate": "hessquant.pipeline",

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hessquant import cli
-from hessquant.config import Config
+from hessquant.config import Config, Override
 
 # Block size is a matter of speed, not of the result; it has no option.
 WITHOUT_OPTION = {"block_size"}
@@ -27,6 +27,10 @@ OPTIONS = [
     (["--allow-fewer"], {"allow_fewer": True}),
     (["--include", "lm_head", "--include", "*.router"], {"include": ("lm_head", "*.router")}),
     (["--exclude", "*.down_proj", "--exclude", "*.0.*"], {"exclude": ("*.down_proj", "*.0.*")}),
+    (
+        ["--override", "a=bits:8,group:64", "--override", "b.*=asymmetric"],
+        {"overrides": (Override(pattern="a", bits=8, group_size=64), Override(pattern="b.*", symmetric=False))},
+    ),
     (["--seed", "7"], {"seed": 7}),
     (["--capture", "passes"], {"capture": "passes"}),
     (["--refinement-rounds", "2"], {"refinement_rounds": 2}),

@@ -8,7 +8,7 @@ import torch
 
 from hessquant.checkpoint.decode import decode_module, quantization_of
 from hessquant.checkpoint.header import read_json
-from hessquant.checkpoint.reader import CheckpointReader
+from hessquant.checkpoint.reader import CheckpointReader, TensorSource
 from hessquant.checkpoint.shards import raw_bytes
 from hessquant.checkpoint.writer import QUANTIZATION_FILE
 from hessquant.core.grid import QuantizedWeight
@@ -22,7 +22,7 @@ def verify(
     out: Path,
     config: Mapping[str, Any],
     quantized: Mapping[str, QuantizedWeight],
-    source: CheckpointReader,
+    source: TensorSource,
     plan: Plan,
 ) -> int:
     """Check that a written checkpoint decodes to exactly what was solved, and holds nothing else.
@@ -52,7 +52,7 @@ def verify(
         raise VerificationError(f"what was written cannot be read back: {error}") from error
 
 
-def _check_inventory(written: CheckpointReader, source: CheckpointReader, plan: Plan) -> None:
+def _check_inventory(written: CheckpointReader, source: TensorSource, plan: Plan) -> None:
     dialect = dialect_of(quantization_of(written.config) or {})
     expected = set(source.tensors)
     for target in plan.targets:
@@ -66,7 +66,7 @@ def _check_inventory(written: CheckpointReader, source: CheckpointReader, plan: 
         raise VerificationError(f"{min(surplus)} was written, but nothing asked for it ({len(surplus)} such tensors)")
 
 
-def _check_config(out: Path, written: CheckpointReader, source: CheckpointReader) -> None:
+def _check_config(out: Path, written: CheckpointReader, source: TensorSource) -> None:
     described = quantization_of(written.config)
     if described is None:
         raise VerificationError("config.json does not describe the quantization")
@@ -76,7 +76,7 @@ def _check_config(out: Path, written: CheckpointReader, source: CheckpointReader
         raise VerificationError("config.json differs from the source's in more than quantization_config")
 
 
-def _check_untouched(written: CheckpointReader, source: CheckpointReader, plan: Plan) -> None:
+def _check_untouched(written: CheckpointReader, source: TensorSource, plan: Plan) -> None:
     targets = {target.name for target in plan.targets}
     for name, info in source.tensors.items():
         if name in targets:

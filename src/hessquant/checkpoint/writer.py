@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from hessquant.checkpoint.header import DTYPE_BYTES
-from hessquant.checkpoint.reader import CONFIG_FILE, INDEX_FILE, CheckpointReader
+from hessquant.checkpoint.reader import CONFIG_FILE, INDEX_FILE, TensorSource
 from hessquant.checkpoint.shards import Unit, plan_shards, write_shard
 from hessquant.config import Config
 from hessquant.core.grid import QuantizedWeight
@@ -76,7 +76,7 @@ def _mark(out: Path) -> str | None:
 
 def write_checkpoint(
     out: Path,
-    source: CheckpointReader,
+    source: TensorSource,
     source_directory: Path,
     plan: Plan,
     config: Config,
@@ -195,7 +195,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 def _check_targets(
     targets: Mapping[str, Target],
-    source: CheckpointReader,
+    source: TensorSource,
     quantized: Mapping[str, QuantizedWeight],
     dialect: Dialect,
 ) -> None:
@@ -209,7 +209,7 @@ def _check_targets(
             raise CheckpointError(f"{name}: {fault}")
 
 
-def _units(source: CheckpointReader, targets: Mapping[str, Target], dialect: Dialect) -> Iterator[Unit]:
+def _units(source: TensorSource, targets: Mapping[str, Target], dialect: Dialect) -> Iterator[Unit]:
     for name, info in source.tensors.items():
         target = targets.get(name)
         if target is None:

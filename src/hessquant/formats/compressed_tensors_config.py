@@ -11,6 +11,7 @@ from hessquant.formats.dialect import (
     LARGEST_GROUP,
     ModuleSettings,
     Settings,
+    common_settings,
     compiled,
     module_of,
     settings_of,
@@ -21,7 +22,7 @@ from hessquant.records import Plan
 _METHOD = "compressed-tensors"
 
 
-def describe(plan: Plan, config: Config, variant: str, version: str) -> dict[str, Any]:
+def describe(plan: Plan, config: Config | None, variant: str, version: str) -> dict[str, Any]:
     """Describe exactly what a checkpoint written after `plan` holds.
 
     The settings of most modules are those of the class Linear; modules with others are a group of their own, by name.
@@ -29,7 +30,7 @@ def describe(plan: Plan, config: Config, variant: str, version: str) -> dict[str
     by_settings: dict[ModuleSettings, list[str]] = {}
     for target in plan.targets:
         by_settings.setdefault(settings_of(target), []).append(module_of(target.name))
-    common = max(by_settings, key=lambda settings: len(by_settings[settings]))
+    common = common_settings(plan)
     # A module takes the first group that names it, so the general one comes last.
     groups = [(by_settings[settings], settings) for settings in by_settings if settings != common]
     groups.append((["Linear"], common))
@@ -80,7 +81,7 @@ def read_settings(described: Mapping[str, Any]) -> Settings:
     return Settings(VARIANT, module)
 
 
-def _weights(settings: ModuleSettings, config: Config) -> dict[str, Any]:
+def _weights(settings: ModuleSettings, config: Config | None) -> dict[str, Any]:
     return {
         "num_bits": settings.bits,
         "type": "int",
@@ -89,7 +90,7 @@ def _weights(settings: ModuleSettings, config: Config) -> dict[str, Any]:
         "group_size": None if settings.group_size == -1 else settings.group_size,
         "block_structure": None,
         "dynamic": False,
-        "actorder": "static" if config.order == "activation" else None,
+        "actorder": "static" if config is not None and config.order == "activation" else None,
         "observer": "minmax",
         "observer_kwargs": {},
     }

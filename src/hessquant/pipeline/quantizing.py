@@ -35,6 +35,9 @@ from hessquant.run.store import RunStore
 _FREE_OF_RESULT = ("activation_memory", "capture", "trust_remote_code")
 """Settings that do not change the result, so that a run may go on with others."""
 
+_OF_THE_OUTPUT = ("format", "shard_bytes")
+"""Settings that only say how the result is written, so that finished blocks serve others too."""
+
 
 class _Silent:
     """Progress that nobody watches."""
@@ -95,7 +98,7 @@ def quantize(
         streamed = StreamedModel(source, reader.tensors, reader.read, trust_remote_code=config.trust_remote_code)
         with RunStore(Path(run_dir) if run_dir else out.with_name(f"{out.name}.run"), keep=keep_run) as store:
             identity = _identity(plan, config, calibrated, audit(reader, progress))
-            store.begin(identity)
+            store.begin({name: value for name, value in identity.items() if name not in _OF_THE_OUTPUT})
             run = _digest(identity)
             if finished is not None and finished.run == run:
                 (out / RUN_MARK).unlink(missing_ok=True)

@@ -32,7 +32,7 @@ def select_targets(
     candidates = {product.name: product for product in probe.products if _fault(product.name, probe) is None}
     _check_included(included, candidates, probe)
 
-    sets = _fused_sets(candidates.values())
+    sets = fused_sets(candidates.values())
     reasons = {
         product.name: f"only {product.rows} rows"
         for members in sets
@@ -50,7 +50,7 @@ def select_targets(
     if not chosen:
         raise PlanError("nothing is left to quantize: every weight is excluded or has too few rows")
     taken = {product.name for product in chosen}
-    left = {name: reasons.get(name) or _reason(info, probe) for name, info in tensors.items() if name not in taken}
+    left = {name: reasons.get(name) or reason_left(info, probe) for name, info in tensors.items() if name not in taken}
     return chosen, left
 
 
@@ -77,15 +77,13 @@ def _fault(name: str, probe: Probe) -> str | None:
     return None if name.endswith(".weight") else "not named `<module>.weight`"
 
 
-def _reason(info: TensorInfo, probe: Probe) -> str:
+def reason_left(info: TensorInfo, probe: Probe) -> str:
+    """Why a tensor stays as it is, where no pattern says so."""
     if info.name in probe.buffers:
         return "buffer"
     if info.name not in probe.parameters:
         return "unknown to the model class; copied as it is"
-    fault = _fault(info.name, probe)
-    if fault is None:
-        raise AssertionError(f"{info.name} is neither a target nor left alone")
-    return fault
+    return _fault(info.name, probe) or "left in 16 bit"
 
 
 def _refuse_stacked_experts(probe: Probe) -> None:
@@ -113,7 +111,7 @@ def _check_included(
             raise PlanError(f"include pattern {pattern!r} matches nothing that can be quantized: {name} is {why}")
 
 
-def _fused_sets(products: Iterable[ProbedProduct]) -> list[list[ProbedProduct]]:
+def fused_sets(products: Iterable[ProbedProduct]) -> list[list[ProbedProduct]]:
     """Weights of one module that are multiplied with the same input: what servers make one matrix of."""
     sets: dict[tuple[int, str], list[ProbedProduct]] = {}
     for product in products:
