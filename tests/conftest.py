@@ -10,6 +10,7 @@ from hessquant.records import (
     CalibrationRecord,
     Comparison,
     Evaluation,
+    ExportReport,
     InspectedWeight,
     Inspection,
     LayerRecord,
@@ -108,6 +109,11 @@ def plan():
             ServerVerdict("llama.cpp", "no", "does not read the GPTQ format; export to GGUF", "documented"),
         ),
     )
+
+
+@pytest.fixture
+def export_report(plan):
+    return ExportReport("0.1.0", plan, "gptq_v2", "compressed-tensors", 210, 114_000_000, 12.5)
 
 
 @pytest.fixture

@@ -12,14 +12,15 @@ from hessquant.config import Config, Override
 
 if TYPE_CHECKING:
     from hessquant.kernels.dispatch import solve
-    from hessquant.pipeline import evaluate, inspect, make_plan, quantize
+    from hessquant.pipeline import evaluate, export, inspect, make_plan, quantize
 
 __version__ = "0.1.0"
 
-__all__ = ["Config", "Override", "__version__", "evaluate", "inspect", "make_plan", "quantize", "solve"]
+__all__ = ["Config", "Override", "__version__", "evaluate", "export", "inspect", "make_plan", "quantize", "solve"]
 
 _HOMES = {
     "evaluate": "hessquant.pipeline",
+    "export": "hessquant.pipeline",
     "inspect": "hessquant.pipeline",
     "make_plan": "hessquant.pipeline",
     "quantize": "hessquant.pipeline",

@@ -19,6 +19,7 @@ Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Local directory, hub id, .gguf file, or 'demo'.", show_default=False)
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+ShardSize = Annotated[str, typer.Option(metavar="SIZE", help="Largest size of an output file.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Let code that comes with MODEL run.")]
 
 
@@ -75,7 +76,7 @@ def build_config(
             metavar="SIZE", help="Memory for activations, such as 8GB; the rest goes to a file. [default: 1/4 of free]"
         ),
     ] = None,
-    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest size of an output file.")] = "4GB",
+    shard_size: ShardSize = "4GB",
     trust_remote_code: TrustRemoteCode = False,
 ) -> Config:
     """Turn the options that `plan` and `quantize` share into a config."""

@@ -252,6 +252,29 @@ class RunReport:
 
 
 @dataclass(frozen=True)
+class ExportReport:
+    """What an export did.
+
+    Attributes:
+        version: Version of Hessquant.
+        plan: What was decided; its source is the checkpoint, and each packed weight counts as 16 bit in its sizes.
+        source_format: What the checkpoint is in, e.g. "gptq_v2".
+        format: What was written.
+        verified_tensors: Quantized weights that were re-read and decoded to the same values.
+        output_bytes: Bytes of the tensors written.
+        seconds: Wall time.
+    """
+
+    version: str
+    plan: Plan
+    source_format: str
+    format: str
+    verified_tensors: int
+    output_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Comparison:
     """A model against a base model on the same tokens.
 

@@ -46,7 +46,16 @@ class Case:
         config = replace(self.config, shard_bytes=shard_bytes)
         with CheckpointReader(self.source) as reader:
             return write_checkpoint(
-                self.out, reader, self.source, self.plan, config, self.quantized, run="a run", version="0.1.0"
+                self.out,
+                reader,
+                self.source,
+                self.plan,
+                self.quantized,
+                config,
+                solved_with=config,
+                reports=(),
+                run="a run",
+                version="0.1.0",
             )
 
     def complete(self, written):

@@ -24,6 +24,7 @@ class UnpackedCheckpoint:
         tensors: Every tensor by name; quantized weights as if they were 16-bit, [rows, columns].
         config: Its `config.json`, without `quantization_config`.
         packed: The quantized weights by name.
+        variant: The variant of the dialect that they are in.
 
     Args:
         reader: The checkpoint.
@@ -41,6 +42,7 @@ class UnpackedCheckpoint:
         self.config: Mapping[str, Any] = {k: v for k, v in reader.config.items() if k != "quantization_config"}
         self._reader, self._dialect = reader, dialect_of(described)
         self._settings = self._dialect.read_settings(described)
+        self.variant = self._settings.variant
         modules = self._dialect.modules(reader.tensors)
         if not modules:
             raise SourceError(f"{reader.directory}: nothing in it is packed, though config.json says so")

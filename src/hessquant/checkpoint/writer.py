@@ -79,9 +79,11 @@ def write_checkpoint(
     source: TensorSource,
     source_directory: Path,
     plan: Plan,
-    config: Config,
     quantized: Mapping[str, QuantizedWeight],
+    output: Config,
     *,
+    solved_with: Config | None,
+    reports: Collection[str],
     run: str,
     version: str,
 ) -> dict[str, Any]:
@@ -97,8 +99,10 @@ def write_checkpoint(
         source: The checkpoint that the untouched tensors and the config come from.
         source_directory: Directory whose other files (tokenizer, chat template, code ...) are copied.
         plan: What was decided.
-        config: Settings of the run.
         quantized: Weight per target name.
+        output: Says the format and the size of its files.
+        solved_with: Settings that the weights were solved with; None = not known.
+        reports: Names of files that are written anew, not copied.
         run: The run's identity; the directory carries it until it is complete.
         version: Version to sign the checkpoint with.
 
@@ -109,11 +113,11 @@ def write_checkpoint(
         CheckpointError: If a weight has no place in the format, or the disk is full or fails.
     """
     targets = {target.name: target for target in plan.targets}
-    dialect = DIALECTS[config.format]
+    dialect = DIALECTS[output.format]
     _check_targets(targets, source, quantized, dialect)
     variant = dialect.choose_variant(quantized[target.name] for target in plan.targets if not target.symmetric)
-    described = dialect.describe(plan, config, variant, version)
-    shards = plan_shards(_units(source, targets, dialect), config.shard_bytes)
+    described = dialect.describe(plan, solved_with, variant, version)
+    shards = plan_shards(_units(source, targets, dialect), output.shard_bytes)
 
     def make(unit: Unit) -> dict[str, Tensor]:
         if unit.source in targets:
@@ -132,8 +136,8 @@ def write_checkpoint(
         withdraw(out)
         for file, units in shards.items():
             write_shard(out / file, units, make)
-        _copy_sidecars(source_directory, out)
-        if config.format == "gptq":
+        _copy_sidecars(source_directory, out, reports)
+        if output.format == "gptq":
             _write_json(out / QUANTIZATION_FILE, described)
         if len(shards) > 1:
             _write_json(out / INDEX_FILE, _index(shards))
@@ -237,9 +241,11 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
         stream.write((json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
 
 
-def _copy_sidecars(source: Path, out: Path) -> None:
+def _copy_sidecars(source: Path, out: Path, reports: Collection[str]) -> None:
     """Copy every file that is neither weights, nor hidden, nor written anew."""
     for path in _sidecars(source, out.resolve()):
+        if str(path.relative_to(source)) in reports:
+            continue
         with path.open("rb") as original, replacing(out / path.relative_to(source)) as copy:
             shutil.copyfileobj(original, copy)
 
