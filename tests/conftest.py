@@ -95,6 +95,7 @@ def plan():
                 for block in range(_BLOCKS)
             ),
         ),
+        unties_head=False,
         group_size=64,
         bits_per_weight=4.3125,
         unquantized_share=0.2107,

@@ -120,6 +120,7 @@ def make_case(source, out, config=None):
         blocks=("model.layers.0", "model.layers.1"),
         targets=tuple(targets),
         untouched=tuple(untouched),
+        unties_head=False,
         group_size=config.group_size,
         bits_per_weight=4.5,
         unquantized_share=0.1,

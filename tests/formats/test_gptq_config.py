@@ -40,6 +40,7 @@ def make_plan(skipped=(), blocks=2, group_size=32, bits=4, symmetric=True):
         blocks=tuple(names),
         targets=tuple(targets),
         untouched=tuple(untouched),
+        unties_head=False,
         group_size=group_size,
         bits_per_weight=4.5,
         unquantized_share=0.1,

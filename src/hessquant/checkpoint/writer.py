@@ -141,7 +141,18 @@ def write_checkpoint(
             _write_json(out / QUANTIZATION_FILE, described)
         if len(shards) > 1:
             _write_json(out / INDEX_FILE, _index(shards))
-    return {**source.config, "quantization_config": described}
+    return {**model_config(source, plan), "quantization_config": described}
+
+
+def model_config(source: TensorSource, plan: Plan) -> dict[str, Any]:
+    """What `config.json` will say of the model: the source's, untied where the head gets a weight of its own."""
+    return _untied(source.config) if plan.unties_head else dict(source.config)
+
+
+def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
+    inner = {name: _untied(value) for name, value in config.items() if name == "text_config"}
+    # Stated even where it was not: some classes tie by default.
+    return {**config, **inner, "tie_word_embeddings": False}
 
 
 def refuse_sidecars(source: Path, out: Path, reports: Collection[str]) -> None:
@@ -204,8 +215,6 @@ def _check_targets(
     dialect: Dialect,
 ) -> None:
     for name, target in targets.items():
-        if name not in source.tensors:
-            raise CheckpointError(f"{name}: planned as a target, but the source has no such tensor")
         if name not in quantized:
             raise CheckpointError(f"{name}: planned as a target, but there is no quantized weight for it")
         fault = dialect.target_fault(target.rows, target.columns, settings_of(target))
@@ -214,10 +223,11 @@ def _check_targets(
 
 
 def _units(source: TensorSource, targets: Mapping[str, Target], dialect: Dialect) -> Iterator[Unit]:
-    for name, info in source.tensors.items():
+    # Targets without a tensor of their own, last: a head that was tied to the embedding.
+    for name in dict.fromkeys([*source.tensors, *targets]):
         target = targets.get(name)
         if target is None:
-            yield Unit(name, (info,))
+            yield Unit(name, (source.tensors[name],))
             continue
         names = dialect.part_names(module_of(name))
         layout = dialect.layout(target.rows, target.columns, settings_of(target))

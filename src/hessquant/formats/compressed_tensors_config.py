@@ -13,6 +13,7 @@ from hessquant.formats.dialect import (
     Settings,
     common_settings,
     compiled,
+    head_of,
     module_of,
     settings_of,
     skipped_modules,
@@ -33,7 +34,10 @@ def describe(plan: Plan, config: Config | None, variant: str, version: str) -> d
     common = common_settings(plan)
     # A module takes the first group that names it, so the general one comes last.
     groups = [(by_settings[settings], settings) for settings in by_settings if settings != common]
-    groups.append((["Linear"], common))
+    # The head is no Linear to every server, so it is named.
+    head = head_of(plan)
+    named = [head] if head is not None and head in by_settings[common] else []
+    groups.append((["Linear", *named], common))
     return {
         "quant_method": _METHOD,
         "format": variant,
@@ -107,7 +111,7 @@ def _outside_the_blocks(plan: Plan) -> list[str]:
         and tensor.reason != "embedding"
         and not tensor.name.startswith(blocks)
     ]
-    return list(dict.fromkeys([*names, "lm_head"]))
+    return list(dict.fromkeys([*names, *(["lm_head"] if head_of(plan) is None else [])]))
 
 
 def _names(group: Any, key: str) -> list[str]:

@@ -153,6 +153,16 @@ def settings_of(target: Target) -> ModuleSettings:
     return ModuleSettings(target.bits, target.group_size, target.symmetric)
 
 
+def block_of(target: Target, plan: Plan) -> str:
+    """Module name of the block that holds a target; empty for the head, which is in none."""
+    return plan.blocks[target.block] if target.block < len(plan.blocks) else ""
+
+
+def head_of(plan: Plan) -> str | None:
+    """Module name of the head, if it is a target."""
+    return next((module_of(target.name) for target in plan.targets if not block_of(target, plan)), None)
+
+
 def common_settings(plan: Plan) -> ModuleSettings:
     """The settings that most of a plan's targets have."""
     return Counter(map(settings_of, plan.targets)).most_common(1)[0][0]

@@ -10,8 +10,10 @@ from hessquant.formats.dialect import (
     LARGEST_GROUP,
     ModuleSettings,
     Settings,
+    block_of,
     common_settings,
     compiled,
+    head_of,
     module_of,
     settings_of,
     skipped_modules,
@@ -40,7 +42,7 @@ def describe(plan: Plan, config: Config | None, checkpoint_format: str, version:
         # The columns' order is undone before packing, so no reader has to know it.
         "desc_act": False,
         "sym": common.symmetric,
-        "lm_head": False,
+        "lm_head": head_of(plan) is not None,
         "checkpoint_format": checkpoint_format,
         "pack_dtype": "int32",
         "true_sequential": True,
@@ -106,7 +108,7 @@ def _overrides(plan: Plan, common: ModuleSettings) -> dict[str, dict[str, Any]]:
     """Entries of `dynamic` for the modules with other settings than most; one per module name, for all its blocks."""
     blocks: dict[tuple[str, ModuleSettings], list[str]] = {}
     for target in plan.targets:
-        block = plan.blocks[target.block]
+        block = block_of(target, plan)
         if settings_of(target) != common:
             relative = module_of(target.name).removeprefix(f"{block}.")
             blocks.setdefault((relative, settings_of(target)), []).append(block)
@@ -132,6 +134,8 @@ def _fused_overrides(
 
 def _pattern(relative: str, blocks: list[str]) -> str:
     """Matches one module name in these blocks, such as mlp.down_proj in model.layers.0 and model.layers.1."""
+    if blocks == [""]:
+        return f"+:^{re.escape(relative)}$"
     numbers: dict[str, list[str]] = {}
     for block in blocks:
         stem, _, number = block.rpartition(".")
@@ -154,7 +158,7 @@ def _quantized_names(plan: Plan, skipped: list[str]) -> list[list[str]]:
     block and not in another; then only full names say which block is meant.
     """
     full = _by_input(plan.targets)
-    prefixes = {target.name: f"{plan.blocks[target.block]}." for target in plan.targets}
+    prefixes = {target.name: f"{block_of(target, plan)}." for target in plan.targets}
     relative = [[name.removeprefix(prefixes[f"{name}.weight"]) for name in group] for group in full]
     if any(name in module for group in relative for name in group for module in skipped):
         return full

@@ -16,7 +16,7 @@ from hessquant.planning.servers import verdicts
 from hessquant.planning.settings import assign_settings, refuse_format
 from hessquant.planning.shapes import tensor_parallel
 from hessquant.planning.size import activation_budget, bits_per_weight, memory_bytes, packed_bytes
-from hessquant.planning.targets import reason_left, select_targets
+from hessquant.planning.targets import head_product, reason_left, select_targets
 from hessquant.records import Plan, ServerVerdict, Target, TensorInfo, Untouched
 
 _T = TypeVar("_T")
@@ -48,7 +48,7 @@ def make_plan(source: ModelSource, tensors: Mapping[str, TensorInfo], config: Co
     seen = probe(source, model_config, trust_remote_code=config.trust_remote_code)
     _check_stored(source, tensors, seen)
     chosen, reasons = select_targets(seen, tensors, config)
-    _check_tensors(source, tensors, chosen)
+    _check_tensors(source, tensors, chosen, seen)
     names = list(dict.fromkeys([*tensors, *seen.parameters]))
     group_size, settings = assign_settings(chosen, seen.blocks, names, config)
     targets = _targets(chosen, seen, settings)
@@ -75,7 +75,9 @@ def plan_export(
     vars(model_config).pop("quantization_config", None)
     seen = probe(source, model_config, trust_remote_code=config.trust_remote_code)
     _check_stored(source, {name: info for name, info in tensors.items() if name not in packed}, seen)
-    chosen = [product for product in seen.products if product.name in packed]
+    head = head_product(seen)
+    products = [*seen.products, *([] if head is None else [head])]
+    chosen = list({product.name: product for product in products if product.name in packed}.values())
     for name, weight in packed.items():
         shapes = [(product.rows, product.columns) for product in chosen if product.name == name]
         if shapes != [(weight.rows, weight.columns)]:
@@ -115,6 +117,7 @@ def _plan(
         blocks=seen.blocks,
         targets=targets,
         untouched=untouched,
+        unties_head=any(seen.parameters[target.name].same_as != target.name for target in targets),
         group_size=group_size,
         bits_per_weight=bits_per_weight(targets),
         unquantized_share=untouched_bytes / source_bytes,
@@ -167,11 +170,11 @@ def _targets(
     targets = []
     for product in chosen:
         block = seen.parameters[product.name].block
-        assert block is not None, product.name
         targets.append(
             Target(
                 name=product.name,
-                block=block,
+                # Outside the blocks, only the head is ever chosen, and it runs after them.
+                block=len(seen.blocks) if block is None else block,
                 rows=product.rows,
                 columns=product.columns,
                 bits=settings[product.name].bits,
@@ -211,10 +214,12 @@ def _check_stored(source: ModelSource, tensors: Mapping[str, TensorInfo], seen: 
             )
 
 
-def _check_tensors(source: ModelSource, tensors: Mapping[str, TensorInfo], chosen: Sequence[ProbedProduct]) -> None:
+def _check_tensors(
+    source: ModelSource, tensors: Mapping[str, TensorInfo], chosen: Sequence[ProbedProduct], seen: Probe
+) -> None:
     for product in chosen:
-        info = tensors.get(product.name)
-        if info is None:
+        # A tied head may have no tensor of its own.
+        if not {product.name, seen.parameters[product.name].same_as} & tensors.keys():
             raise PlanError(
                 f"{source.name}: the checkpoint has no {product.name}, which the model class needs (it has "
                 f"{min(tensors, default='nothing')}, for example). If only the names differ, load it with "
