@@ -10,6 +10,9 @@ Scales = Literal["static", "dynamic"]
 Format = Literal["gptq", "compressed-tensors"]
 CaptureMethod = Literal["auto", "once", "passes"]
 
+CLIENTS = ("vllm", "vllm-cpu", "vllm-gpu", "transformers", "sglang", "llama.cpp")
+"""What `Config.serve` may name; a client without its device means the client on each of them."""
+
 AUTO_GROUP_SIZES = (128, 64, 32)
 
 
@@ -35,6 +38,7 @@ class Config:
         allow_fewer: Take what there is when the text has too few windows.
         include: Patterns of weight names to quantize besides the default targets.
         exclude: Patterns of weight names to leave alone.
+        serve: Clients that must open the result; the plan is refused where one is known not to.
         seed: Seed of every random choice.
         capture: "once" runs each block once (DESIGN "forward once"); "passes" runs it several
             times, stopping early, and holds less in memory; "auto" takes "once" where `activation_memory`
@@ -63,6 +67,7 @@ class Config:
     allow_fewer: bool = False
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    serve: tuple[str, ...] = ()
     seed: int = 0
     capture: CaptureMethod = "auto"
     activation_memory: int | None = None
@@ -78,6 +83,7 @@ class Config:
         ):
             if value not in allowed:
                 raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(allowed)}")
+        _check_clients(self.serve)
         if not 2 <= self.bits <= 8:
             raise ConfigError(f"bits is {self.bits}; choose 2 to 8")
         if self.group_size != "auto" and (self.group_size < 1 and self.group_size != -1):
@@ -99,3 +105,9 @@ class Config:
                 "dynamic scales in activation order would need a permuted g_idx, which servers have "
                 "dropped; use order 'group' or 'natural', or static scales"
             )
+
+
+def _check_clients(names: tuple[str, ...]) -> None:
+    for name in names:
+        if name not in CLIENTS:
+            raise ConfigError(f"serve names {name!r}; known clients are {', '.join(CLIENTS)}")

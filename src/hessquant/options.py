@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from hessquant.config import CaptureMethod, Config, Format, Order, Scales
+from hessquant.config import CLIENTS, CaptureMethod, Config, Format, Order, Scales
 from hessquant.errors import ConfigError
 
 _DEFAULTS = Config()
@@ -55,6 +55,13 @@ def build_config(
     exclude: Annotated[
         list[str] | None, typer.Option(metavar="PATTERN", help="Leave these weights alone; may be repeated.")
     ] = None,
+    serve: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CLIENT",
+            help=f"Refuse what this client does not open: {', '.join(CLIENTS)}; may be repeated.",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = _DEFAULTS.seed,
     capture: Annotated[
         CaptureMethod,
@@ -85,6 +92,7 @@ def build_config(
         allow_fewer=allow_fewer,
         include=tuple(include or ()),
         exclude=tuple(exclude or ()),
+        serve=tuple(serve or ()),
         seed=seed,
         capture=capture,
         activation_memory=None if activation_memory is None else parse_size("activation_memory", activation_memory),

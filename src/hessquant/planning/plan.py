@@ -10,6 +10,7 @@ from hessquant.formats.dialects import DIALECTS
 from hessquant.models.probe import Probe, ProbedProduct, probe
 from hessquant.models.source import ModelSource, load_config
 from hessquant.planning.servers import verdicts
+from hessquant.planning.serving import refuse_unserved
 from hessquant.planning.shapes import check_format, resolve_group_size, tensor_parallel
 from hessquant.planning.size import activation_budget, bits_per_weight, memory_bytes, packed_bytes
 from hessquant.planning.targets import select_targets
@@ -35,6 +36,7 @@ def make_plan(source: ModelSource, tensors: Mapping[str, TensorInfo], config: Co
         SourceError: If the model is quantized already, or its tensors disagree with its config.
         PatternError: If a pattern matches nothing.
         GroupSizeError: If the group size does not divide a weight's inputs.
+        ServeError: If a client in `config.serve` is known not to open the result.
         PlanError: If the model or the settings cannot be planned for another reason.
     """
     model_config = load_config(source, trust_remote_code=config.trust_remote_code)
@@ -47,6 +49,8 @@ def make_plan(source: ModelSource, tensors: Mapping[str, TensorInfo], config: Co
     check_format(chosen, seen.blocks, config, group_size)
 
     targets = _targets(chosen, seen, config, group_size)
+    servers = verdicts(config.format, targets, seen.blocks)
+    refuse_unserved(config.serve, servers, config.format, targets, seen.blocks)
     untouched = tuple(
         Untouched(name, tensors[name].shape, tensors[name].dtype, tensors[name].bytes, reason)
         for name, reason in reasons.items()
@@ -65,15 +69,8 @@ def make_plan(source: ModelSource, tensors: Mapping[str, TensorInfo], config: Co
         source_bytes=source_bytes,
         output_bytes=untouched_bytes + sum(packed_bytes(target, DIALECTS[config.format]) for target in targets),
         memory_bytes=memory_bytes(seen, targets, config, activation_budget(config)),
-        tensor_parallel=tensor_parallel(chosen, config.bits, group_size),
-        servers=verdicts(
-            config.format,
-            bits=config.bits,
-            group_size=group_size,
-            symmetric=config.symmetric,
-            shapes=frozenset((target.rows, target.columns) for target in targets),
-            transposed=any(target.transposed for target in targets),
-        ),
+        tensor_parallel=tensor_parallel(targets),
+        servers=servers,
     )
 
 

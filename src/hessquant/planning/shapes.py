@@ -1,6 +1,7 @@
 """Whether group size, bits and format fit the shapes; refused here, not when the checkpoint is saved."""
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 from hessquant.config import AUTO_GROUP_SIZES, Config
 from hessquant.errors import GroupSizeError, PlanError
@@ -35,7 +36,7 @@ def resolve_group_size(chosen: Sequence[ProbedProduct], blocks: Sequence[str], c
         return size
     advice = "--group-size -1 (one group per row), or leave them out with --exclude PATTERN"
     if fitting is not None:
-        reach = tensor_parallel(chosen, config.bits, fitting)
+        reach = tensor_parallel(Shape(p.rows, p.columns, config.bits, fitting) for p in chosen)
         advice = f"--group-size auto (takes {fitting}; largest tensor-parallel size then {reach}), {advice}"
     listing = _listing(ragged, blocks, size)
     raise GroupSizeError(f"group size {size} does not divide the inputs of these weights:\n{listing}\nUse {advice}")
@@ -57,12 +58,47 @@ def check_format(chosen: Iterable[ProbedProduct], blocks: Sequence[str], config:
         raise PlanError(f"the {config.format} format cannot hold these weights:\n" + "\n".join(faults))
 
 
-def tensor_parallel(chosen: Iterable[ProbedProduct], bits: int, group_size: int) -> int:
-    """Largest power of two, up to 64, that every weight can be divided by along its rows and along its groups."""
-    shapes = {(product.rows, product.columns) for product in chosen}
+class Divided(Protocol):
+    """A weight as far as dividing it among devices goes; a `Target` is one."""
+
+    @property
+    def rows(self) -> int:
+        """Outputs."""
+
+    @property
+    def columns(self) -> int:
+        """Inputs."""
+
+    @property
+    def bits(self) -> int:
+        """Bits per code."""
+
+    @property
+    def group_size(self) -> int:
+        """Inputs per group; -1 = one group per row."""
+
+
+class Shape(NamedTuple):
+    """A weight that is no target yet, with settings that it might get."""
+
+    rows: int
+    columns: int
+    bits: int
+    group_size: int
+
+
+def tensor_parallel(weights: Iterable[Divided], row_multiple: int = 1, column_multiple: int = 1) -> int:
+    """Largest power of two, up to 64, that every weight can be divided by along its rows and along its groups.
+
+    Args:
+        weights: The weights, each with settings of its own.
+        row_multiple: What the rows of each part must be a multiple of.
+        column_multiple: What the columns of each part must be a multiple of.
+    """
+    shapes = {Shape(weight.rows, weight.columns, weight.bits, weight.group_size) for weight in weights}
     size = 1
     while size < _LARGEST_TENSOR_PARALLEL and all(
-        _divides(size * 2, rows, columns, bits, group_size) for rows, columns in shapes
+        _divides(size * 2, shape, row_multiple, column_multiple) for shape in shapes
     ):
         size *= 2
     return size
@@ -81,13 +117,14 @@ def _auto(chosen: Iterable[ProbedProduct]) -> int | None:
     return next((size for size in AUTO_GROUP_SIZES if all(count % size == 0 for count in columns)), None)
 
 
-def _divides(ranks: int, rows: int, columns: int, bits: int, group_size: int) -> bool:
-    width = 1 if group_size == -1 else group_size
+def _divides(ranks: int, shape: Shape, row_multiple: int, column_multiple: int) -> bool:
+    width = 1 if shape.group_size == -1 else shape.group_size
     return (
-        rows % ranks == 0
-        and columns % (ranks * width) == 0
-        and rows // ranks * bits % _WORD == 0
-        and columns // ranks * bits % _WORD == 0
+        shape.rows % (ranks * row_multiple) == 0
+        and shape.columns % (ranks * column_multiple) == 0
+        and shape.columns % (ranks * width) == 0
+        and shape.rows // ranks * shape.bits % _WORD == 0
+        and shape.columns // ranks * shape.bits % _WORD == 0
     )
 
 
