@@ -27,6 +27,7 @@ OPTIONS = [
     (["--allow-fewer"], {"allow_fewer": True}),
     (["--include", "lm_head", "--include", "*.router"], {"include": ("lm_head", "*.router")}),
     (["--exclude", "*.down_proj", "--exclude", "*.0.*"], {"exclude": ("*.down_proj", "*.0.*")}),
+    (["--serve", "vllm", "--serve", "llama.cpp"], {"serve": ("vllm", "llama.cpp")}),
     (["--seed", "7"], {"seed": 7}),
     (["--capture", "passes"], {"capture": "passes"}),
     (["--refinement-rounds", "2"], {"refinement_rounds": 2}),

@@ -55,14 +55,16 @@ def remedies(client: str, output_format: str, targets: Sequence[Target], blocks:
     rules = {rule.format: rule for rule in RULES if rule.name == client}
     targets = _of_unlike_blocks(targets)
     for count in range(1, len(_TRIED) + 2):
-        found = []
+        # Of changes of the same kind, only the nearest: `--group-size 32`, and not 64 and 128 as well.
+        found: dict[tuple[str, ...], str] = {}
         for other_format, changes in _candidates(output_format, targets, count):
+            kind = (other_format, *changes)
             changed = [replace(target, **changes) for target in targets]  # type: ignore[arg-type]
             fits = _holds(other_format, changed) and judge(rules[other_format], changed, blocks).opens == "yes"
-            if fits:
-                found.append(_words(other_format if other_format != output_format else None, changes, targets))
+            if fits and kind not in found:
+                found[kind] = _words(other_format if other_format != output_format else None, changes, targets)
         if found:
-            return found[:_REMEDIES_SHOWN]
+            return list(found.values())[:_REMEDIES_SHOWN]
     return []
 
 
@@ -82,10 +84,16 @@ def _candidates(output_format: str, targets: Sequence[Target], count: int) -> It
     for other_format in (output_format, *(name for name in get_args(Format) if name != output_format)):
         settings = count - (other_format != output_format)
         for names in combinations(_TRIED, settings):
-            for values in product(*(_TRIED[name] for name in names)):
+            for values in product(*(_nearest_first(name, targets[0]) for name in names)):
                 changes = dict(zip(names, values, strict=True))
                 if all({getattr(target, name) for target in targets} != {value} for name, value in changes.items()):
                     yield other_format, changes
+
+
+def _nearest_first(name: str, planned: Target) -> list[int]:
+    """Values to try of a setting; one group per row is the farthest from any other group size."""
+    before: int = getattr(planned, name)
+    return sorted(_TRIED[name], key=lambda value: float("inf") if value == -1 else abs(value - before))
 
 
 def _holds(output_format: str, targets: Sequence[Target]) -> bool:
