@@ -1,4 +1,6 @@
+import runpy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -91,6 +93,11 @@ def test_every_row_takes_and_refuses_what_it_lists(rule):
         assert verdict.opens == (rule.fits if listed and (size == -1 or size % rule.group_multiple == 0) else beyond)
         if verdict.opens == beyond != rule.fits:
             assert f"not {size}" in verdict.reason
+
+
+def test_the_page_of_the_table_is_up_to_date():
+    made = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "make_server_rules.py"))
+    assert made["PAGE"].read_text(encoding="utf-8") == made["page"](), "run: python docs/make_server_rules.py"
 
 
 # What was run (November 2026, SmolLM2-135M): the verdict must be what the client did.
