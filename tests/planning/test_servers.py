@@ -74,7 +74,7 @@ def test_every_row_says_how_it_is_known(rule):
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.name}-{rule.format}")
 def test_every_row_takes_and_refuses_what_it_lists(rule):
     if not rule.reads:
-        assert judge(rule, targets(), BLOCKS).opens == "no"
+        assert (judge(rule, targets(), BLOCKS).opens, judge(rule, targets(), BLOCKS).reason) == ("no", rule.note)
         return
     beyond = "unknown" if rule.beyond else "no"
     even = targets(rows=1024)
