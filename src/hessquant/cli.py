@@ -106,6 +106,7 @@ def plan(
         from hessquant import pipeline
 
         planned = pipeline.make_plan(model, config)
+    _say_unknown(planned, config)
     _show(planned, render_plan(planned), as_json)
     return _DONE
 
@@ -133,6 +134,11 @@ def quantize(
     """Quantize MODEL and write the checkpoint and its report to OUT."""
     tables = Console(file=sys.stderr if as_json else sys.stdout)
     run_dir = run_dir or out.with_name(f"{out.name}.run")
+
+    def show_plan(planned: Plan) -> None:
+        tables.print(render_plan(planned))
+        _say_unknown(planned, config)
+
     try:
         with redirect_stdout(sys.stderr), make_progress(Console(stderr=True)) as progress:
             from hessquant import pipeline
@@ -145,7 +151,7 @@ def quantize(
                 run_dir=run_dir,
                 keep_run=keep_run,
                 progress=progress,
-                on_plan=lambda planned: tables.print(render_plan(planned)),
+                on_plan=show_plan,
             )
     except KeyboardInterrupt as interrupt:
         raise _RunInterrupted(interrupt, run_dir) from interrupt
@@ -232,6 +238,13 @@ def _show(
         typer.echo(to_json(record))
     else:
         Console().print(table)
+
+
+def _say_unknown(planned: Plan, config: Config) -> None:
+    """What `--serve` asked for and nobody knows: no reason to refuse, and none to keep quiet."""
+    for verdict in planned.servers:
+        if verdict.opens == "unknown" and verdict.is_named(config.serve):
+            _say(f"--serve: whether {verdict.server} opens this is not known: {verdict.reason}")
 
 
 def _give_up(as_json: bool, kind: str, message: str, code: int, say: str) -> int:

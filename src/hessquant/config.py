@@ -10,6 +10,9 @@ Scales = Literal["static", "dynamic"]
 Format = Literal["gptq", "compressed-tensors"]
 CaptureMethod = Literal["auto", "once", "passes"]
 
+CLIENTS = ("vllm", "vllm-cpu", "vllm-gpu", "transformers", "sglang", "llama.cpp")
+"""What `Config.serve` may name; a client without its device means the client on each of them."""
+
 AUTO_GROUP_SIZES = (128, 64, 32)
 
 
@@ -65,6 +68,7 @@ class Config:
         include: Patterns of weight names to quantize besides the default targets.
         exclude: Patterns of weight names to leave alone.
         overrides: Other settings for some weights; of several that match, the later one counts.
+        serve: Clients that must open the result; the plan is refused where one is known not to.
         seed: Seed of every random choice.
         capture: "once" runs each block once (DESIGN "forward once"); "passes" runs it several
             times, stopping early, and holds less in memory; "auto" takes "once" where `activation_memory`
@@ -94,6 +98,7 @@ class Config:
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     overrides: tuple[Override, ...] = ()
+    serve: tuple[str, ...] = ()
     seed: int = 0
     capture: CaptureMethod = "auto"
     activation_memory: int | None = None
@@ -109,6 +114,7 @@ class Config:
         ):
             if value not in allowed:
                 raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(allowed)}")
+        _check_clients(self.serve)
         _check_bits("bits", self.bits)
         if self.group_size != "auto":
             _check_group_size("group_size", self.group_size)
@@ -139,3 +145,9 @@ def _check_bits(name: str, bits: int) -> None:
 def _check_group_size(name: str, group_size: int) -> None:
     if group_size < 1 and group_size != -1:
         raise ConfigError(f"{name} is {group_size}; choose -1 or a positive number")
+
+
+def _check_clients(names: tuple[str, ...]) -> None:
+    for name in names:
+        if name not in CLIENTS:
+            raise ConfigError(f"serve names {name!r}; known clients are {', '.join(CLIENTS)}")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from hessquant.config import CaptureMethod, Config, Format, Order, Override, Scales
+from hessquant.config import CLIENTS, CaptureMethod, Config, Format, Order, Override, Scales
 from hessquant.errors import ConfigError
 
 _DEFAULTS = Config()
@@ -65,6 +65,13 @@ def build_config(
             help="Other settings for some weights, such as mlp.down_proj=bits:8,group:64; may be repeated.",
         ),
     ] = None,
+    serve: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CLIENT",
+            help=f"Refuse what this client does not open: {', '.join(CLIENTS)}; may be repeated.",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = _DEFAULTS.seed,
     capture: Annotated[
         CaptureMethod,
@@ -96,6 +103,7 @@ def build_config(
         include=tuple(include or ()),
         exclude=tuple(exclude or ()),
         overrides=tuple(map(parse_override, override or ())),
+        serve=tuple(serve or ()),
         seed=seed,
         capture=capture,
         activation_memory=None if activation_memory is None else parse_size("activation_memory", activation_memory),

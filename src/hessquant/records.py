@@ -1,6 +1,6 @@
 """What the stages hand to each other and to the report: frozen, and free of tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -82,12 +82,28 @@ class Untouched:
 
 @dataclass(frozen=True)
 class ServerVerdict:
-    """Whether one client opens the planned checkpoint; `basis` says how that is known."""
+    """Whether one client opens the planned checkpoint.
+
+    Attributes:
+        server: Its name, version and device, for people.
+        opens: What is known.
+        reason: Why, or what it needs.
+        basis: How that is known.
+        client: Its name as `--serve` takes it, e.g. "vllm-cpu".
+        tensor_parallel: Largest tensor-parallel size (a power of two up to 64) that it can take; None where it does not
+            open the checkpoint or divides no quantized weights.
+    """
 
     server: str
     opens: Literal["yes", "no", "unknown"]
     reason: str
     basis: Literal["measured", "documented", "not run"]
+    client: str = ""
+    tensor_parallel: int | None = None
+
+    def is_named(self, names: Iterable[str]) -> bool:
+        """Whether one of these names means it: its own, or that of a client without the device."""
+        return any(self.client == name or self.client.startswith(f"{name}-") for name in names)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ OPTIONS = [
         ["--override", "a=bits:8,group:64", "--override", "b.*=asymmetric"],
         {"overrides": (Override(pattern="a", bits=8, group_size=64), Override(pattern="b.*", symmetric=False))},
     ),
+    (["--serve", "vllm", "--serve", "llama.cpp"], {"serve": ("vllm", "llama.cpp")}),
     (["--seed", "7"], {"seed": 7}),
     (["--capture", "passes"], {"capture": "passes"}),
     (["--refinement-rounds", "2"], {"refinement_rounds": 2}),

@@ -32,7 +32,7 @@ from hessquant.run.heap import map_large_blocks
 from hessquant.run.solve import degradations
 from hessquant.run.store import RunStore
 
-_FREE_OF_RESULT = ("activation_memory", "capture", "trust_remote_code")
+_FREE_OF_RESULT = ("activation_memory", "capture", "serve", "trust_remote_code")
 """Settings that do not change the result, so that a run may go on with others."""
 
 _OF_THE_OUTPUT = ("format", "shard_bytes")

@@ -1,25 +1,23 @@
 """Making the plan: a model, its tensors' headers and the settings in; everything that will happen out."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedConfig
 
 from hessquant.config import Config
 from hessquant.errors import PlanError, SourceError
-from hessquant.formats.dialect import ModuleSettings, PackedWeight, settings_of
+from hessquant.formats.dialect import ModuleSettings, PackedWeight
 from hessquant.formats.dialects import DIALECTS
 from hessquant.models.probe import Probe, ProbedProduct, probe
 from hessquant.models.source import ModelSource, load_config
 from hessquant.planning.servers import verdicts
+from hessquant.planning.serving import refuse_unserved
 from hessquant.planning.settings import assign_settings, refuse_format
 from hessquant.planning.shapes import tensor_parallel
 from hessquant.planning.size import activation_budget, bits_per_weight, memory_bytes, packed_bytes
 from hessquant.planning.targets import head_product, reason_left, select_targets
-from hessquant.records import Plan, ServerVerdict, Target, TensorInfo, Untouched
-
-_T = TypeVar("_T")
+from hessquant.records import Plan, Target, TensorInfo, Untouched
 
 _FLOATING = ("F64", "F32", "BF16", "F16")
 
@@ -41,6 +39,7 @@ def make_plan(source: ModelSource, tensors: Mapping[str, TensorInfo], config: Co
         SourceError: If the model is quantized already, or its tensors disagree with its config.
         PatternError: If a pattern matches nothing.
         GroupSizeError: If a group size does not divide a weight's inputs.
+        ServeError: If a client in `config.serve` is known not to open the result.
         PlanError: If the model or the settings cannot be planned for another reason.
     """
     model_config = load_config(source, trust_remote_code=config.trust_remote_code)
@@ -69,6 +68,7 @@ def plan_export(
 
     Raises:
         SourceError: If its tensors disagree with its config.
+        ServeError: If a client in `config.serve` is known not to open the result.
         PlanError: If the model cannot be planned, or the format cannot hold a weight.
     """
     model_config = load_config(source, trust_remote_code=config.trust_remote_code)
@@ -109,6 +109,8 @@ def _plan(
         Untouched(name, tensors[name].shape, tensors[name].dtype, tensors[name].bytes, reason)
         for name, reason in reasons.items()
     )
+    servers = verdicts(config.format, targets, seen.blocks)
+    refuse_unserved(config.serve, servers, config.format, targets, seen.blocks)
     source_bytes = sum(info.bytes for info in tensors.values())
     untouched_bytes = sum(tensor.bytes for tensor in untouched)
     return Plan(
@@ -124,35 +126,9 @@ def _plan(
         source_bytes=source_bytes,
         output_bytes=untouched_bytes + sum(packed_bytes(target, DIALECTS[config.format]) for target in targets),
         memory_bytes=memory,
-        tensor_parallel=min(_by_settings(targets, lambda members, s: tensor_parallel(members, s.bits, s.group_size))),
-        servers=_verdicts(config, targets),
+        tensor_parallel=tensor_parallel(targets),
+        servers=servers,
     )
-
-
-def _verdicts(config: Config, targets: Sequence[Target]) -> tuple[ServerVerdict, ...]:
-    """The worst verdict of each client over the settings that occur."""
-
-    def judge(members: Sequence[Target], settings: ModuleSettings) -> tuple[ServerVerdict, ...]:
-        return verdicts(
-            config.format,
-            bits=settings.bits,
-            group_size=settings.group_size,
-            symmetric=settings.symmetric,
-            shapes=frozenset((target.rows, target.columns) for target in members),
-            transposed=any(target.transposed for target in members),
-        )
-
-    return tuple(
-        min(found, key=lambda verdict: ("no", "unknown", "yes").index(verdict.opens))
-        for found in zip(*_by_settings(targets, judge), strict=True)
-    )
-
-
-def _by_settings(targets: Sequence[Target], judge: Callable[[Sequence[Target], ModuleSettings], _T]) -> list[_T]:
-    members: dict[ModuleSettings, list[Target]] = {}
-    for target in targets:
-        members.setdefault(settings_of(target), []).append(target)
-    return [judge(found, settings) for settings, found in members.items()]
 
 
 def _architecture(model_config: PreTrainedConfig, seen: Probe) -> str:

@@ -11,7 +11,7 @@ from hessquant.formats.dialect import ModuleSettings
 from hessquant.formats.dialects import DIALECTS
 from hessquant.models.probe import ProbedProduct
 from hessquant.planning.patterns import match_all
-from hessquant.planning.shapes import auto_group_size, tensor_parallel, weight_pattern
+from hessquant.planning.shapes import Shape, auto_group_size, tensor_parallel, weight_pattern
 from hessquant.planning.targets import fused_sets
 
 _WITHOUT_GROUPS = "--group-size -1 (one group per row), or leave them out with --exclude PATTERN"
@@ -93,7 +93,7 @@ def _refuse_ragged(
     advice = _WITHOUT_GROUPS
     fitting = auto_group_size(chosen)
     if fitting is not None:
-        reach = tensor_parallel(chosen, config.bits, fitting)
+        reach = tensor_parallel(Shape(p.rows, p.columns, config.bits, fitting) for p in chosen)
         advice = f"--group-size auto (takes {fitting}; largest tensor-parallel size then {reach}), {advice}"
     listing = _listing(ragged, blocks)
     raise GroupSizeError(f"group size {sizes} does not divide the inputs of these weights:\n{listing}\nUse {advice}")

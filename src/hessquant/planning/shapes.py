@@ -1,10 +1,10 @@
 """What the shapes of weights allow: group sizes, tensor-parallel sizes."""
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 from hessquant.config import AUTO_GROUP_SIZES
 from hessquant.models.probe import ProbedProduct
-from hessquant.records import Target
 
 _WORD = 32
 _LARGEST_TENSOR_PARALLEL = 64
@@ -16,12 +16,47 @@ def auto_group_size(chosen: Iterable[ProbedProduct]) -> int | None:
     return next((size for size in AUTO_GROUP_SIZES if all(count % size == 0 for count in columns)), None)
 
 
-def tensor_parallel(chosen: Iterable[ProbedProduct | Target], bits: int, group_size: int) -> int:
-    """Largest power of two, up to 64, that every weight can be divided by along its rows and along its groups."""
-    shapes = {(product.rows, product.columns) for product in chosen}
+class Divided(Protocol):
+    """A weight as far as dividing it among devices goes; a `Target` is one."""
+
+    @property
+    def rows(self) -> int:
+        """Outputs."""
+
+    @property
+    def columns(self) -> int:
+        """Inputs."""
+
+    @property
+    def bits(self) -> int:
+        """Bits per code."""
+
+    @property
+    def group_size(self) -> int:
+        """Inputs per group; -1 = one group per row."""
+
+
+class Shape(NamedTuple):
+    """A weight that is no target yet, with settings that it might get."""
+
+    rows: int
+    columns: int
+    bits: int
+    group_size: int
+
+
+def tensor_parallel(weights: Iterable[Divided], row_multiple: int = 1, column_multiple: int = 1) -> int:
+    """Largest power of two, up to 64, that every weight can be divided by along its rows and along its groups.
+
+    Args:
+        weights: The weights, each with settings of its own.
+        row_multiple: What the rows of each part must be a multiple of.
+        column_multiple: What the columns of each part must be a multiple of.
+    """
+    shapes = {Shape(weight.rows, weight.columns, weight.bits, weight.group_size) for weight in weights}
     size = 1
     while size < _LARGEST_TENSOR_PARALLEL and all(
-        _divides(size * 2, rows, columns, bits, group_size) for rows, columns in shapes
+        _divides(size * 2, shape, row_multiple, column_multiple) for shape in shapes
     ):
         size *= 2
     return size
@@ -35,11 +70,12 @@ def weight_pattern(name: str, blocks: Sequence[str]) -> str:
     return name
 
 
-def _divides(ranks: int, rows: int, columns: int, bits: int, group_size: int) -> bool:
-    width = 1 if group_size == -1 else group_size
+def _divides(ranks: int, shape: Shape, row_multiple: int, column_multiple: int) -> bool:
+    width = 1 if shape.group_size == -1 else shape.group_size
     return (
-        rows % ranks == 0
-        and columns % (ranks * width) == 0
-        and rows // ranks * bits % _WORD == 0
-        and columns // ranks * bits % _WORD == 0
+        shape.rows % (ranks * row_multiple) == 0
+        and shape.columns % (ranks * column_multiple) == 0
+        and shape.columns % (ranks * width) == 0
+        and shape.rows // ranks * shape.bits % _WORD == 0
+        and shape.columns // ranks * shape.bits % _WORD == 0
     )

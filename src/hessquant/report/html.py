@@ -13,6 +13,7 @@ from hessquant.report.figures import (
     kind_labels,
     notes,
     relative_output_error,
+    remark,
     totals,
     worst,
 )
@@ -172,7 +173,7 @@ def _details(report: RunReport) -> str:
     plan, calibration = report.plan, report.calibration
     servers = "".join(
         f'<tr>{_cell(verdict.server, "text")}<td class="text {verdict.opens}">{verdict.opens}</td>'
-        f"{_cell(verdict.basis, 'text')}{_cell(verdict.reason, 'text')}</tr>"
+        f"{_cell(verdict.basis, 'text')}{_cell(remark(verdict), 'text')}</tr>"
         for verdict in plan.servers
     )
     untouched: dict[str, list[int]] = {}

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hessquant.records import Evaluation, ExportReport, Inspection, LayerRecord, Plan, RunReport, Target
-from hessquant.report.figures import by_kind, kind, kind_labels, notes, relative_output_error, totals, worst
+from hessquant.report.figures import by_kind, kind, kind_labels, notes, relative_output_error, remark, totals, worst
 from hessquant.report.html import PAGE_NAME
 from hessquant.report.json_report import REPORT_NAME
 from hessquant.report.units import format_bytes, format_percent, format_range, format_ratio, format_seconds
@@ -155,7 +155,7 @@ def _servers_table(plan: Plan) -> Table:
     table.add_column("reason", overflow="fold")
     for verdict in plan.servers:
         opens = Text(verdict.opens, style=_OPENS_STYLES[verdict.opens])
-        table.add_row(Text(verdict.server), opens, Text(verdict.basis), Text(verdict.reason))
+        table.add_row(Text(verdict.server), opens, Text(verdict.basis), Text(remark(verdict)))
     return table
 
 
