@@ -68,6 +68,8 @@ def _remarks(rule: Rule) -> str:
         for mixing in rule.mixed
         if mixing.opens == "no"
     ]
+    if rule.head is not None:
+        said.append(f"takes a quantized head ({rule.head.source})")
     sources = dict.fromkeys(
         [rule.evidence.source, *(mixing.evidence.source for mixing in rule.mixed if mixing.opens == "yes")]
     )

@@ -25,7 +25,7 @@ from rich.text import Text
 import hessquant
 from hessquant.config import Config, Format
 from hessquant.errors import HessquantError, RefusedError
-from hessquant.options import Json, Model, ShardSize, TrustRemoteCode, parse_size, takes_config
+from hessquant.options import Json, Model, Serve, ShardSize, TrustRemoteCode, parse_size, takes_config
 from hessquant.records import Evaluation, ExportReport, Inspection, Plan, RunReport
 from hessquant.report.json_report import error_json, to_json
 from hessquant.report.progress import make_progress
@@ -167,6 +167,7 @@ def export(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Quantized checkpoint, of any writer.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory that will hold the result.")],
     format: Annotated[Format, typer.Option(help="On-disk dialect of the result.", show_default=False)],
+    serve: Serve = None,
     shard_size: ShardSize = "4GB",
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
@@ -174,7 +175,10 @@ def export(
     """Write a quantized checkpoint in another format, without quantizing again."""
     tables = Console(file=sys.stderr if as_json else sys.stdout)
     config = Config(
-        format=format, shard_bytes=parse_size("shard_size", shard_size), trust_remote_code=trust_remote_code
+        format=format,
+        serve=tuple(serve or ()),
+        shard_bytes=parse_size("shard_size", shard_size),
+        trust_remote_code=trust_remote_code,
     )
     with redirect_stdout(sys.stderr), make_progress(Console(stderr=True)) as progress:
         from hessquant import pipeline

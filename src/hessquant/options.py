@@ -19,6 +19,12 @@ Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Local directory, hub id, .gguf file, or 'demo'.", show_default=False)
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+Serve = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="CLIENT", help=f"Refuse what this client does not open: {', '.join(CLIENTS)}; may be repeated."
+    ),
+]
 ShardSize = Annotated[str, typer.Option(metavar="SIZE", help="Largest size of an output file.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Let code that comes with MODEL run.")]
 
@@ -65,13 +71,7 @@ def build_config(
             help="Other settings for some weights, such as mlp.down_proj=bits:8,group:64; may be repeated.",
         ),
     ] = None,
-    serve: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="CLIENT",
-            help=f"Refuse what this client does not open: {', '.join(CLIENTS)}; may be repeated.",
-        ),
-    ] = None,
+    serve: Serve = None,
     seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = _DEFAULTS.seed,
     capture: Annotated[
         CaptureMethod,

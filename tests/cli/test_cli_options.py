@@ -110,11 +110,14 @@ def test_evaluate_defaults(pipeline):
 
 
 def test_export_passes_both_directories_and_what_the_output_is_to_be(pipeline):
-    assert cli.main(["export", "old", "new", "--format", "compressed-tensors", "--shard-size", "1MB"]) == 0
+    assert (
+        cli.main(["export", "old", "new", "--format", "compressed-tensors", "--shard-size", "1MB", "--serve", "vllm"])
+        == 0
+    )
     assert pipeline.asked == {
         "checkpoint": Path("old"),
         "out": Path("new"),
-        "config": Config(format="compressed-tensors", shard_bytes=1_000_000),
+        "config": Config(format="compressed-tensors", shard_bytes=1_000_000, serve=("vllm",)),
     }
 
 

@@ -266,3 +266,16 @@ def test_a_client_is_named_by_itself_or_without_its_device():
     assert [name for name, verdict in verdicts_of.items() if verdict.is_named(("vllm-gpu",))] == ["vllm-gpu"]
     assert not verdicts_of["vllm-cpu"].is_named(())
     assert not verdicts_of["vllm-cpu"].is_named(("vll",))
+
+
+# A quantized head.
+
+
+def test_a_quantized_head_is_an_open_question_where_nobody_tried_it():
+    head = Target("lm_head.weight", len(BLOCKS), 49152, 576, 4, 64, True, False, "lm_head.weight")
+    rule = next(rule for rule in RULES if rule.name == "vllm-cpu" and rule.format == "gptq")
+    tried, untried = replace(rule, head=rule.evidence), replace(rule, head=None)
+    assert judge(tried, (*targets(), head), BLOCKS).opens == "yes"
+    verdict = judge(untried, (*targets(), head), BLOCKS)
+    assert (verdict.opens, verdict.reason, verdict.basis) == ("unknown", "never tried with a quantized head", "not run")
+    assert judge(untried, targets(), BLOCKS).opens == "yes"

@@ -43,6 +43,7 @@ class Rule:
         fuses: Whether it makes one matrix of weights that share their input, and so refuses different settings there.
         splits: Whether it can divide a quantized weight among devices.
         mixed: What is known of settings that differ from weight to weight; what is not named was never tried.
+        head: How it is known that it takes a quantized head; None = that was never tried.
         dtypes: Activations that it computes with.
         note: Said where the checkpoint fits, or why it does not read the format.
         asymmetric_note: Said besides where a weight is asymmetric.
@@ -64,6 +65,7 @@ class Rule:
     fuses: bool = False
     splits: bool = False
     mixed: tuple[Mixing, ...] = ()
+    head: Evidence | None = None
     dtypes: str = ""
     note: str = ""
     asymmetric_note: str = ""

@@ -65,6 +65,8 @@ def _findings(rule: Rule, targets: Sequence[Target], blocks: Sequence[str]) -> I
     yield from _mixtures(rule, targets)
     if any(target.transposed for target in targets):
         yield _Finding("unknown", "never tried with Conv1D weights", "not run")
+    if rule.head is None and any(target.block == len(blocks) for target in targets):
+        yield _Finding("unknown", "never tried with a quantized head", "not run")
     yield _Finding(rule.fits, _praise(rule, targets), basis)
 
 
