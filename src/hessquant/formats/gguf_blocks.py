@@ -127,7 +127,7 @@ def _integer_bytes(integers: Tensor, block: BlockType) -> list[Tensor]:
     nibbles = low[..., :_HALF] | low[..., _HALF:] << 4
     if block.bits == 4:
         return [nibbles]
-    fifth = (integers >> 4).to(torch.uint8).unflatten(-1, (4, 8))
+    fifth = (integers >> 4).to(torch.uint8).view(*integers.shape[:2], 4, 8)
     places = torch.arange(8, dtype=torch.uint8)
     return [(fifth << places).sum(-1, dtype=torch.uint8), nibbles]
 
