@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import gguf
+import torch
+from torch import Tensor
 
 from hessquant.errors import PlanError
 
@@ -88,6 +90,15 @@ class Place:
     name: str
     heads: int = 0
     plus_one: bool = False
+
+
+def row_order(rows: int, heads: int) -> Tensor:
+    """Which row of a tensor goes where, when the two halves of every head are interleaved.
+
+    >>> row_order(8, 2).tolist()
+    [0, 2, 1, 3, 4, 6, 5, 7]
+    """
+    return torch.arange(rows).view(heads, 2, -1).transpose(1, 2).reshape(-1)
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

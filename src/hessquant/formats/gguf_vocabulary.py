@@ -7,7 +7,7 @@ text. A tokenizer that does something else has no form, and is refused by what i
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from gguf import TokenType
@@ -39,6 +39,9 @@ _SPLITS: Mapping[tuple[str, ...], tuple[str | None, str | None]] = {
 }
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+_BESIDE = (
+    "and llama.cpp would join text otherwise; put the sentencepiece model it was made of (tokenizer.model) beside it"
+)
 _UNREACHABLE, _ADDED, _PADDED = -1e6, -1000.0, -10000.0
 
 
@@ -95,7 +98,7 @@ def read_vocabulary(tokenizer: Mapping[str, Any], size: int, pieces: Sequence[Pi
     ]
     if model.get("byte_fallback"):
         return _joined(tokenizer, texts, added, size, pieces)
-    kinds = dict.fromkeys(texts, TokenType.NORMAL)
+    kinds: dict[int, int] = dict.fromkeys(texts, TokenType.NORMAL)
     _add(added, texts, kinds)
     pre = _name_of_split(tokenizer, bool(model.get("ignore_merges")))
     texts_by_id, kinds_by_id = _filled(texts, kinds, size)
@@ -108,7 +111,11 @@ def read_pieces(pieces: Sequence[Piece], added: Sequence[Added], size: int, spac
     Raises:
         PlanError: If it has more tokens than the embedding has rows, or one twice.
     """
-    texts = {number: piece.text for number, piece in enumerate(pieces)}
+    user_defined = TokenType.USER_DEFINED
+    texts = {
+        number: piece.text.replace(SPACE, " ") if piece.kind == user_defined else piece.text
+        for number, piece in enumerate(pieces)
+    }
     kinds = {number: piece.kind for number, piece in enumerate(pieces)}
     scores = {number: piece.score for number, piece in enumerate(pieces)}
     _add(added, texts, kinds)
@@ -140,10 +147,7 @@ def _joined(
         elif text == model.get("unk_token"):
             kind = TokenType.UNKNOWN
         made.append(Piece(text, scores.get(number, _UNREACHABLE), kind))
-    found = read_pieces(made, added, size, prefix)
-    unknown = {number for number, piece in enumerate(made) if piece.kind == TokenType.UNKNOWN}
-    kinds = (TokenType.UNKNOWN if number in unknown else kind for number, kind in enumerate(found.kinds))
-    return replace(found, kinds=tuple(int(kind) for kind in kinds))
+    return read_pieces(made, added, size, prefix)
 
 
 def _scores(texts: Mapping[int, str], normal: set[int], merges: Sequence[Any]) -> dict[int, float]:
@@ -158,8 +162,12 @@ def _scores(texts: Mapping[int, str], normal: set[int], merges: Sequence[Any]) -
         left, right = merge.split(" ") if isinstance(merge, str) else merge
         ranks.setdefault((left, right), rank)
     first: dict[str, int] = {}
+    latest = ""
     for (left, right), rank in ranks.items():
-        first[left + right] = min(rank, first.get(left + right, rank))
+        made = left + right
+        if first.setdefault(made, rank) != rank and made != latest:
+            raise PlanError(f"the tokenizer's merges to {made!r} are not one after another, {_BESIDE}")
+        latest = made
     # Bytes are what is left when nothing joins; they are never made of their letters.
     whole = {text for text in numbers if not _BYTE.fullmatch(text)}
     for text in whole:
@@ -167,8 +175,7 @@ def _scores(texts: Mapping[int, str], normal: set[int], merges: Sequence[Any]) -
             pair = (text[:cut], text[cut:])
             if pair[0] in whole and pair[1] in whole and pair not in ranks:
                 raise PlanError(
-                    f"the tokenizer has no merge of {pair[0]!r} and {pair[1]!r}, which llama.cpp would join to a token; "
-                    "put the sentencepiece model it was made of (tokenizer.model) beside it"
+                    f"the tokenizer has no merge of {pair[0]!r} and {pair[1]!r}, though they make a token, {_BESIDE}"
                 )
     return {numbers[text]: -float(rank) for text, rank in first.items() if text in numbers}
 
@@ -237,6 +244,8 @@ def _shown(step: Mapping[str, Any]) -> str:
 def _add(added: Sequence[Added], texts: dict[int, str], kinds: dict[int, int]) -> None:
     for token in added:
         special = token.special or _looks_special(token.text)
+        if kinds.get(token.id) == TokenType.UNKNOWN:
+            continue
         kinds[token.id] = TokenType.CONTROL if special else TokenType.USER_DEFINED
         # llama.cpp looks for them in the text as it came.
         texts[token.id] = token.text if special else token.text.replace(SPACE, " ")

@@ -15,7 +15,13 @@ _VARINT, _WORD64, _BYTES, _WORD32 = 0, 1, 2, 5
 
 @dataclass(frozen=True)
 class Piece:
-    """One token: its text, score and kind (1 = normal, 2 = unknown, 3 = control, 4 = user defined, 5 = unused, 6 = byte)."""
+    """One token.
+
+    Attributes:
+        text: Its text, with spaces as U+2581.
+        score: Of two pieces that text can be joined to, the one with the higher score is.
+        kind: 1 = normal, 2 = unknown, 3 = control, 4 = user defined, 5 = unused, 6 = byte; as in GGUF.
+    """
 
     text: str
     score: float
