@@ -36,6 +36,7 @@ SIZES = {
     "bos_token_id": 0,
     "eos_token_id": 1,
     "pad_token_id": 2,
+    "initializer_range": 0.2,
 }
 # Transformers' own reader takes the defaults of what it does not read: these sizes of a head.
 GEMMA = {"query_pre_attn_scalar": 256, "sliding_window": 16, "head_dim": 256}
@@ -79,7 +80,7 @@ def joined(prefix=True):
     """A tokenizer as one made of a sentencepiece model: every way to make a token is a merge, in the tokens' order."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    trainer = trainers.BpeTrainer(vocab_size=120, special_tokens=["▁"])
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["▁"])
     tokenizer.train_from_iterator([TEXT] * 2, trainer)
     learnt = json.loads(tokenizer.to_str())["model"]
     made = ["".join(pair) for pair in learnt["merges"]]
