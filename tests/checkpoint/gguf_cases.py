@@ -18,7 +18,8 @@ from hessquant.core.grid import GridSpec, QuantizedWeight
 from hessquant.records import Plan, Target, Untouched
 
 TEXT = """The quick brown fox jumps over the lazy dog, and it's 1234 times that we've seen it.
-    Then they said: "don't!"  Ünïcödé 日本語 — and 42 more lines of text, the text, the thing that thinks.\n\n"""
+    Then they said: "don't!"  Ünïcödé 日本語 — and 42 more lines of text, the text, the thing that thinks.
+    Banana, bandana, ananas: banana bananas and bandanas, an anna nab.\n\n"""
 SPECIAL = ("<s>", "</s>", "<unk>")
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

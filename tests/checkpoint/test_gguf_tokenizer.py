@@ -199,7 +199,7 @@ def scattered(tokenizer):
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (without_a_merge, "no merge of .* tokenizer.model"),
+        (without_a_merge, "no merge of .*tokenizer.model"),
         (scattered, "are not one after another"),
         (put({"type": "NFKC"}, "normalizer"), "normalize by .*NFKC"),
         (

@@ -133,7 +133,7 @@ def _integer_bytes(integers: Tensor, block: BlockType) -> list[Tensor]:
 
 
 def unpack(packed: Tensor, kind: GGMLQuantizationType) -> Tensor:
-    """Decode blocks uint8 [rows, n] bit by bit, whoever wrote them.
+    """Decode blocks uint8 [rows, n], whoever wrote them.
 
     Returns:
         float32 [rows, inputs].
@@ -156,20 +156,25 @@ def unpack(packed: Tensor, kind: GGMLQuantizationType) -> Tensor:
 
 
 def _decoded(octets: npt.NDArray[np.uint8], block: BlockType) -> npt.NDArray[np.float32]:
+    """Values float32 [blocks, 32] of blocks uint8 [blocks, bytes]."""
     scales = np.ascontiguousarray(octets[:, :_SCALE_BYTES]).view("<f2").astype(np.float32)
-    digits = np.unpackbits(octets[:, _SCALE_BYTES:], axis=1, bitorder="little")
-    integers = np.zeros((len(octets), BLOCK), dtype=np.int16)
-    for place, positions in enumerate(_positions(block)):
-        # In 8 bits, the highest digit of a two's complement counts negative.
-        worth = -128 if place == 7 else 1 << place
-        integers += digits[:, positions].astype(np.int16) * np.int16(worth)
-    return (integers - np.int16(block.offset)).astype(np.float32) * scales
-
-
-def _positions(block: BlockType) -> list[list[int]]:
-    """For each binary place, where among the bits after the scale each of the 32 integers has its digit."""
+    content = octets[:, _SCALE_BYTES:]
     if block.bits == 8:
-        return [[8 * i + place for i in range(BLOCK)] for place in range(8)]
-    nibbles = BLOCK if block.bits == 5 else 0
-    places = [[nibbles + 8 * (i % _HALF) + 4 * (i // _HALF) + place for i in range(BLOCK)] for place in range(4)]
-    return [*places, list(range(BLOCK))] if block.bits == 5 else places
+        return np.ascontiguousarray(content).view(np.int8).astype(np.float32) * scales
+    fifths, nibbles = content[:, :-_HALF], content[:, -_HALF:]
+    values = np.concatenate([_NIBBLES[0][nibbles], _NIBBLES[1][nibbles]], axis=1)
+    if block.bits == 5:
+        values += np.unpackbits(fifths, axis=1, bitorder="little").astype(np.float32) * np.float32(16)
+    values -= np.float32(block.offset)
+    values *= scales
+    return values
+
+
+def _nibble_table() -> npt.NDArray[np.float32]:
+    """What the lower and the upper four bits of each byte are worth, [2, 256]; read off its bits."""
+    digits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    worth = np.array([1, 2, 4, 8], dtype=np.float32)
+    return np.stack([digits[:, :4] @ worth, digits[:, 4:] @ worth]).astype(np.float32)
+
+
+_NIBBLES = _nibble_table()
