@@ -97,7 +97,7 @@ def contents_of(config: Mapping[str, Any], plan: Plan) -> list[Entry]:
 
 def file_type(entries: list[Entry]) -> LlamaFileType:
     """What most values of the matrices are stored in."""
-    values: Counter[GGMLQuantizationType] = Counter()
+    values = Counter({_F32: 0})
     for entry in entries:
         # The embedding and the head are left out, as they are in llama.cpp's own names of such mixtures.
         if len(entry.shape) > 1 and entry.place.name.startswith("blk."):

@@ -18,6 +18,11 @@ from hessquant.formats.gguf_models import Family, family_of
 
 Value = bool | int | float | str
 _REQUIRED = object()
+_MOST_BLOCKS, _MOST_TOKENS = 1 << 10, 1 << 24
+"""More than any model has; what is counted out for each of them must end."""
+
+_LARGEST = 3.0e38
+"""About what a float32 holds, which numbers are stored in."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +62,12 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     # Only these two derive the size of a head; others have a default that is not read off their config.
     derived = hidden // heads if family.interleaved or family.name == "qwen2" else _REQUIRED
     return Shape(
-        blocks=_whole(config, "num_hidden_layers"),
+        blocks=_whole(config, "num_hidden_layers", most=_MOST_BLOCKS),
         hidden=hidden,
         heads=heads,
         key_heads=_whole(config, "num_key_value_heads", heads),
         head_size=_whole(config, "head_dim", derived),
-        vocabulary=_whole(config, "vocab_size"),
+        vocabulary=_whole(config, "vocab_size", most=_MOST_TOKENS),
     )
 
 
@@ -196,7 +201,7 @@ def _window(config: Mapping[str, Any], family: Family, shape: Shape) -> int:
     pattern = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", period))
     built_in = ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(shape.blocks)]
     if (kinds or built_in) != built_in or (kinds is None and pattern != period):
-        raise PlanError(f"llama.cpp gives {family.name} models full attention in every {period}th layer; not so here")
+        raise PlanError(f"llama.cpp gives {family.name} models full attention in every {period}. layer; not so here")
     if config.get("use_bidirectional_attention"):
         raise PlanError(f"{family.name} models with bidirectional attention have no GGUF form")
     return _whole(config, "sliding_window")
@@ -234,16 +239,18 @@ def _check_scale(config: Mapping[str, Any], family: Family, shape: Shape) -> Non
         )
 
 
-def _whole(config: Mapping[str, Any], name: str, default: Any = _REQUIRED) -> int:
+def _whole(config: Mapping[str, Any], name: str, default: Any = _REQUIRED, most: int = (1 << 32) - 1) -> int:
     value = _given(config, name, default)
-    if type(value) is not int or not 0 < value < 1 << 32:
-        raise SourceError(f"config.json says that {name} is {value!r:.100}; a GGUF file needs a whole number there")
+    if type(value) is not int or not 0 < value <= most:
+        raise SourceError(
+            f"config.json says that {name} is {value!r:.100}; a GGUF file needs a whole number up to {most} there"
+        )
     return value
 
 
 def _number(config: Mapping[str, Any], name: str, default: Any = _REQUIRED) -> float:
     value = _given(config, name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _LARGEST:
         raise SourceError(f"config.json says that {name} is {value!r:.100}; a GGUF file needs a positive number there")
     return float(value)
 
