@@ -26,6 +26,20 @@ QWEN2_SPLIT = (
 )
 LLAMA3_SPLIT = QWEN2_SPLIT.replace(r"\p{N}| ", r"\p{N}{1,3}| ")
 
+TEKKEN_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+BYTE_LEVEL = {
+    "gpt-2": (None, False),
+    "smollm": ("digits", False),
+    "qwen2": (QWEN2_SPLIT, False),
+    "llama-bpe": (LLAMA3_SPLIT, True),
+    "smaug-bpe": (LLAMA3_SPLIT, False),
+    "tekken": (TEKKEN_SPLIT, True),
+}
+
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,

@@ -1,33 +1,11 @@
 import json
 
-import gguf
 import pytest
 from gguf import TokenType
 from tests.checkpoint import gguf_cases as cases
-from tokenizers import Tokenizer
 
 from hessquant.checkpoint.gguf_tokenizer import read_tokenizer
 from hessquant.errors import PlanError, SourceError
-
-TEKKEN_SPLIT = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
-    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-BYTE_LEVEL = {
-    "gpt-2": (None, False),
-    "smollm": ("digits", False),
-    "qwen2": (cases.QWEN2_SPLIT, False),
-    "llama-bpe": (cases.LLAMA3_SPLIT, True),
-    "smaug-bpe": (cases.LLAMA3_SPLIT, False),
-    "tekken": (TEKKEN_SPLIT, True),
-}
-SAMPLES = (
-    "The quick brown fox, it's 123 times\n\n  the text — Ünïcödé 日本語",
-    "  leading, trailing  ",
-    "</s>then a special token<s> and more",
-    "1234567 x=3.14\ttab WE'VE",
-)
 
 
 @pytest.fixture(scope="session")
@@ -43,9 +21,9 @@ def saved(directory, tokenizer, **settings):
     return cases.save_tokenizer(directory, tokenizer, **settings)
 
 
-@pytest.mark.parametrize("name", BYTE_LEVEL)
+@pytest.mark.parametrize("name", cases.BYTE_LEVEL)
 def test_the_way_to_split_text_is_found_by_its_structure(tmp_path, name):
-    split, whole_words = BYTE_LEVEL[name]
+    split, whole_words = cases.BYTE_LEVEL[name]
     tokenizer = cases.byte_level(split, whole_words)
     saved(tmp_path, tokenizer)
     read = read_tokenizer(tmp_path, size_of(tokenizer))
@@ -235,48 +213,3 @@ def test_files_that_mean_nothing_are_refused(tmp_path, file, content, complaint)
         (tmp_path / file).write_bytes(content)
     with pytest.raises(SourceError, match=complaint):
         read_tokenizer(tmp_path, 10)
-
-
-def vocabulary_file(path, vocabulary, special):
-    """A GGUF file without tensors, which llama.cpp opens for its tokens."""
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tokenizer_model(vocabulary.model)
-    writer.add_tokenizer_pre(vocabulary.pre)
-    writer.add_token_list(vocabulary.texts)
-    writer.add_token_types(vocabulary.kinds)
-    if vocabulary.scores is not None:
-        writer.add_token_scores(vocabulary.scores)
-        writer.add_add_space_prefix(vocabulary.space_prefix)
-    special.add_to_gguf(writer, quiet=True)
-    for add in (writer.add_block_count, writer.add_context_length, writer.add_embedding_length, writer.add_head_count):
-        add(1)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def tokenizers_by_name():
-    return {
-        **{name: lambda s=settings: cases.byte_level(*s) for name, settings in BYTE_LEVEL.items()},
-        "joined": cases.joined,
-        "joined-without-prefix": lambda: cases.joined(False),
-    }
-
-
-@pytest.mark.parametrize("name", tokenizers_by_name())
-def test_llama_cpp_gives_the_same_tokens(tmp_path, name):
-    llama_cpp = pytest.importorskip("llama_cpp")
-    tokenizer = tokenizers_by_name()[name]()
-    saved(tmp_path, tokenizer)
-    read = read_tokenizer(tmp_path, size_of(tokenizer))
-    vocabulary_file(tmp_path / "vocabulary.gguf", read.vocabulary, read.special)
-    opened = llama_cpp.Llama(str(tmp_path / "vocabulary.gguf"), vocab_only=True, verbose=False)
-    expected = Tokenizer.from_str(json.dumps(tokenizer))
-    for text in SAMPLES:
-        assert (
-            opened.tokenize(text.encode(), add_bos=False, special=True)
-            == expected.encode(text, add_special_tokens=False).ids
-        ), text
-    opened.close()
