@@ -23,13 +23,13 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 import hessquant
-from hessquant.config import Config
+from hessquant.config import Config, Format
 from hessquant.errors import HessquantError, RefusedError
-from hessquant.options import Json, Model, TrustRemoteCode, takes_config
-from hessquant.records import Evaluation, Inspection, Plan, RunReport
+from hessquant.options import Json, Model, ShardSize, TrustRemoteCode, parse_size, takes_config
+from hessquant.records import Evaluation, ExportReport, Inspection, Plan, RunReport
 from hessquant.report.json_report import error_json, to_json
 from hessquant.report.progress import make_progress
-from hessquant.report.terminal import render_evaluation, render_inspection, render_plan, render_run
+from hessquant.report.terminal import render_evaluation, render_export, render_inspection, render_plan, render_run
 
 # The pipeline is imported inside each command: it brings torch, and `--help` should not wait for that.
 
@@ -157,6 +157,30 @@ def quantize(
 
 
 @app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Quantized checkpoint, of any writer.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory that will hold the result.")],
+    format: Annotated[Format, typer.Option(help="On-disk dialect of the result.", show_default=False)],
+    shard_size: ShardSize = "4GB",
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: Json = False,
+) -> int:
+    """Write a quantized checkpoint in another format, without quantizing again."""
+    tables = Console(file=sys.stderr if as_json else sys.stdout)
+    config = Config(
+        format=format, shard_bytes=parse_size("shard_size", shard_size), trust_remote_code=trust_remote_code
+    )
+    with redirect_stdout(sys.stderr), make_progress(Console(stderr=True)) as progress:
+        from hessquant import pipeline
+
+        report = pipeline.export(
+            checkpoint, out, config, progress=progress, on_plan=lambda planned: tables.print(render_plan(planned))
+        )
+    _show(report, render_export(report, out), as_json)
+    return _DONE
+
+
+@app.command()
 def evaluate(
     model: Model,
     against: Annotated[
@@ -201,7 +225,9 @@ def inspect(
     return _FAILED if inspection.faults else _DONE
 
 
-def _show(record: Plan | RunReport | Evaluation | Inspection, table: RenderableType, as_json: bool) -> None:
+def _show(
+    record: Plan | RunReport | ExportReport | Evaluation | Inspection, table: RenderableType, as_json: bool
+) -> None:
     if as_json:
         typer.echo(to_json(record))
     else:

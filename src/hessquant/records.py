@@ -43,7 +43,7 @@ class Target:
 
     Attributes:
         name: Parameter name in the model and in the checkpoint, e.g. `model.layers.0.mlp.up_proj.weight`.
-        block: Index of the block that holds it.
+        block: Index of the block that holds it; the head's is the number of blocks.
         rows: Outputs.
         columns: Inputs.
         bits: Bits per code.
@@ -100,6 +100,7 @@ class Plan:
         blocks: Module names of the blocks, in order.
         targets: Weights to quantize, in the order the forward pass reaches them.
         untouched: Every other tensor of the checkpoint.
+        unties_head: Whether the head was tied to the embedding and gets a weight of its own.
         group_size: Group size of the targets, "auto" resolved.
         bits_per_weight: Mean bits of a target's weights with scales and zeros.
         unquantized_share: Share of the source's weight bytes that stays as it is, 0 to 1.
@@ -115,6 +116,7 @@ class Plan:
     blocks: tuple[str, ...]
     targets: tuple[Target, ...]
     untouched: tuple[Untouched, ...]
+    unties_head: bool
     group_size: int
     bits_per_weight: float
     unquantized_share: float
@@ -249,6 +251,29 @@ class RunReport:
     output_bytes: int
     verified_tensors: int
     environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What an export did.
+
+    Attributes:
+        version: Version of Hessquant.
+        plan: What was decided; its source is the checkpoint, and each packed weight counts as 16 bit in its sizes.
+        source_format: What the checkpoint is in, e.g. "gptq_v2".
+        format: What was written.
+        verified_tensors: Quantized weights that were re-read and decoded to the same values.
+        output_bytes: Bytes of the tensors written.
+        seconds: Wall time.
+    """
+
+    version: str
+    plan: Plan
+    source_format: str
+    format: str
+    verified_tensors: int
+    output_bytes: int
+    seconds: float
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from hessquant import cli, errors
 COMMANDS = {
     "plan": ["plan", "model"],
     "quantize": ["quantize", "model", "out"],
+    "export": ["export", "old", "new", "--format", "gptq"],
     "evaluate": ["evaluate", "model"],
     "inspect": ["inspect", "out"],
 }

@@ -12,6 +12,7 @@ from hessquant.report.json_report import to_json
 COMMANDS = {
     "plan": (["plan", "model"], "plan"),
     "quantize": (["quantize", "model", "out"], "run_report"),
+    "export": (["export", "old", "new", "--format", "gptq"], "export_report"),
     "evaluate": (["evaluate", "model"], "evaluation"),
     "inspect": (["inspect", "out"], "inspection"),
 }

@@ -220,7 +220,9 @@ def _list(entries: Mapping[str, object]) -> str:
 
 
 def _setting(value: object) -> str:
-    return ", ".join(map(str, value)) or "none" if isinstance(value, (list, tuple)) else str(value)
+    if isinstance(value, Mapping):
+        return " ".join(f"{key}={item}" for key, item in value.items() if item is not None)
+    return ", ".join(map(_setting, value)) or "none" if isinstance(value, (list, tuple)) else str(value)
 
 
 def _asset(name: str) -> str:
