@@ -130,8 +130,9 @@ def joined(prefix=True):
     return json.loads(tokenizer.to_str())
 
 
-def sentencepiece_model(tokenizer, prefix=True, model_type=2):
+def sentencepiece_model(tokenizer, prefix=True, model_type=2, user_defined=()):
     """A sentencepiece model's file with the same tokens: scores fall from token to token."""
+    kinds = {"<unk>": 2, "<s>": 3, "</s>": 3} | dict.fromkeys(user_defined, 4)
 
     def varint(number):
         octets = b""
@@ -145,7 +146,7 @@ def sentencepiece_model(tokenizer, prefix=True, model_type=2):
 
     pieces = b""
     for text, number in sorted(tokenizer["model"]["vocab"].items(), key=lambda item: item[1]):
-        kind = {"<unk>": 2, "<s>": 3, "</s>": 3}.get(text, 6 if text.startswith("<0x") else 1)
+        kind = kinds.get(text, 6 if text.startswith("<0x") else 1)
         piece = field(1, text.encode()) + b"\x15" + struct.pack("<f", -float(number)) + b"\x18" + varint(kind)
         pieces += field(1, piece)
     return pieces + field(2, b"\x18" + varint(model_type)) + field(3, b"\x18" + varint(int(prefix)))
@@ -212,6 +213,7 @@ def make_gguf_case(source, out, bits=4, symmetric=True, group_size=32, skip=()):
         blocks=tuple(blocks),
         targets=tuple(targets),
         untouched=tuple(untouched),
+        unties_head=False,
         group_size=group_size,
         bits_per_weight=4.5,
         unquantized_share=0.1,

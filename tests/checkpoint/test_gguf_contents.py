@@ -51,10 +51,15 @@ def test_a_model_with_a_form_has_no_fault(config, source, plan):
 
 
 def test_blocks_follow_each_other(config, plan):
-    plan = replace(plan, targets=plan.targets[::-1])
-    names = [entry.place.name for entry in contents_of(config, plan)]
+    first = [target for target in plan.targets if target.block == 0]
+    more = [replace(t, name=t.name.replace(".0.", f".{number}.")) for t in first for number in range(2, 12)]
+    norms = [tensor for tensor in plan.untouched if ".0." in tensor.name]
+    more_norms = [replace(t, name=t.name.replace(".0.", f".{number}.")) for t in norms for number in range(2, 12)]
+    plan = replace(plan, targets=(*more, *plan.targets), untouched=(*plan.untouched, *more_norms))
+    names = [entry.place.name for entry in contents_of({**config, "num_hidden_layers": 12}, plan)]
     blocks = [int(name.split(".")[1]) for name in names if name.startswith("blk.")]
     assert blocks == sorted(blocks)
+    assert max(blocks) == 11
     assert len(set(names)) == len(names) == len(plan.targets) + len(plan.untouched)
 
 
@@ -109,6 +114,15 @@ def test_a_tied_head_cannot_be_a_target(config, plan):
     with pytest.raises(PlanError, match=r"lm_head\.weight: llama\.cpp takes the embedding"):
         contents_of(config, replace(plan, targets=(*plan.targets, head), untouched=untouched))
     assert not any(entry.source == "lm_head.weight" for entry in contents_of(config, plan))
+
+
+def test_a_head_that_is_untied_is_written(config, plan):
+    rows = next(tensor.shape[0] for tensor in plan.untouched if tensor.name == EMBEDDING)
+    head = replace(plan.targets[0], name="lm_head.weight", rows=rows, columns=64)
+    untouched = tuple(tensor for tensor in plan.untouched if tensor.name != "lm_head.weight")
+    plan = replace(plan, targets=(*plan.targets, head), untouched=untouched, unties_head=True)
+    places = {entry.source: entry.place.name for entry in contents_of({**config, "tie_word_embeddings": True}, plan)}
+    assert places["lm_head.weight"] == "output.weight"
 
 
 def test_an_untied_head_can_be_a_target(config, plan):

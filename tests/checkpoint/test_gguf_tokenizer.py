@@ -96,6 +96,25 @@ def test_a_sentencepiece_model_says_the_scores(tmp_path, joined):
     assert read_tokenizer(tmp_path, size_of(joined)).vocabulary.space_prefix is False
 
 
+def test_pieces_that_are_found_first_are_written_with_spaces(tmp_path, joined):
+    spaced = next(text for text in joined["model"]["vocab"] if text.startswith("▁") and len(text) > 1)
+    saved(tmp_path, joined)
+    (tmp_path / "tokenizer.model").write_bytes(cases.sentencepiece_model(joined, user_defined=[spaced]))
+    vocabulary = read_tokenizer(tmp_path, size_of(joined)).vocabulary
+    number = joined["model"]["vocab"][spaced]
+    assert vocabulary.texts[number] == spaced.replace("▁", " ")
+    assert vocabulary.kinds[number] == TokenType.USER_DEFINED
+
+
+def test_a_sentencepiece_model_with_other_tokens_is_not_believed(tmp_path, joined):
+    saved(tmp_path, joined)
+    expected = read_tokenizer(tmp_path, size_of(joined)).vocabulary
+    content = cases.sentencepiece_model(joined)
+    (tmp_path / "tokenizer.model").write_bytes(content.replace("▁the".encode(), "▁thy".encode()))
+    assert content.count("▁the".encode()) > 0
+    assert read_tokenizer(tmp_path, size_of(joined)).vocabulary == expected
+
+
 def test_added_tokens_beside_a_sentencepiece_model_are_read(tmp_path, joined):
     size = size_of(joined)
     (tmp_path / "tokenizer.model").write_bytes(cases.sentencepiece_model(joined))

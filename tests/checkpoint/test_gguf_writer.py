@@ -1,5 +1,6 @@
 import copy
 import json
+from dataclasses import replace
 
 import gguf
 import numpy as np
@@ -7,8 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.checkpoint import gguf_cases as cases
+from tests.checkpoint.conftest import quantize
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hessquant.core.grid import GridSpec
 from hessquant.errors import CheckpointError, VerificationError
 
 READ_BY_TRANSFORMERS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
@@ -183,6 +186,33 @@ def test_every_weight_is_asked_for_once(make_case):
     assert sorted(asked) == sorted(case.quantized)
 
 
+def test_a_head_that_was_tied_gets_its_own_weight(make_case):
+    case = make_case("qwen2")
+    embedding = load_file(case.source / "model.safetensors")["model.embed_tokens.weight"]
+    head = replace(case.plan.targets[0], name="lm_head.weight", block=2, rows=len(embedding), columns=64)
+    case.plan = replace(case.plan, targets=(*case.plan.targets, head), unties_head=True)
+    case.quantized["lm_head.weight"] = quantize(embedding, GridSpec(4, True, 32))
+    case.write()
+    assert case.verify() == len(case.plan.targets)
+    expected = case.quantized["lm_head.weight"].dequantize().numpy()
+    np.testing.assert_array_equal(written_tensors(case)["output.weight"], expected)
+
+
+def test_factors_of_the_rotary_embedding_are_written(tmp_path, byte_tokenizer):
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 1e4}
+    stated = {**llama3, "original_max_position_embeddings": 64}
+    source = cases.save_model(tmp_path / "source", "llama", byte_tokenizer, rope_parameters=stated)
+    cases.save_tokenizer(source, byte_tokenizer)
+    case = cases.make_gguf_case(source, tmp_path / "model.gguf")
+    case.write()
+    case.verify()
+    factors = written_tensors(case)["rope_freqs.weight"]
+    assert (factors.shape, factors[0], factors[-1]) == ((16,), 1, 8)
+    change(case, "rope_freqs.weight")
+    with pytest.raises(VerificationError, match="rope_freqs"):
+        case.verify()
+
+
 def test_nothing_is_left_of_a_failed_write(make_case):
     case = make_case()
     broken = copy.deepcopy(case.quantized[QUERY])
@@ -191,6 +221,14 @@ def test_nothing_is_left_of_a_failed_write(make_case):
     with pytest.raises(CheckpointError, match=f"{QUERY}: a code less its zero does not fit"):
         case.write()
     assert list(case.out.parent.iterdir()) == []
+
+
+def test_a_tensor_that_is_not_as_planned_is_refused(make_case):
+    case = make_case()
+    wide = [replace(t, dtype="F32") if "embed" in t.name else t for t in case.plan.untouched]
+    case.plan = replace(case.plan, untouched=tuple(wide))
+    with pytest.raises(CheckpointError, match=r"model\.embed_tokens\.weight: planned as \d+ bytes, but got"):
+        case.write()
 
 
 def test_a_full_disk_is_told_as_an_error(make_case, monkeypatch):

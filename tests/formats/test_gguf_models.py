@@ -8,7 +8,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hessquant.errors import PlanError, SourceError
 from hessquant.formats.gguf_models import FAMILIES, Place, family_of, place_tensors, row_order
-from hessquant.formats.gguf_settings import model_settings, rope_factors, shape_of
+from hessquant.formats.gguf_settings import has_rope_factors, model_settings, rope_factors, shape_of
 
 HEADS = {"attn_q": 4, "attn_k": 2}
 COMMON = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
@@ -164,7 +164,17 @@ def test_factors_of_the_rotary_embedding_are_the_models():
     assert factors[0] == 1
     assert factors[-1] == 8
     assert len(set(factors.tolist())) > 3
-    assert rope_factors(config("llama")) is None
+    assert has_rope_factors(described)
+    assert not has_rope_factors(config("llama"))
+
+
+@pytest.mark.parametrize(
+    ("odd", "complaint"),
+    [({"low_freq_factor": None}, "does not say low_freq_factor"), ({"low_freq_factor": 4.0}, "low_freq_factor is 4")],
+)
+def test_factors_that_are_not_said_are_refused(odd, complaint):
+    with pytest.raises(SourceError, match=complaint):
+        rope_factors(config("llama", rope_parameters={**LLAMA3, **odd}))
 
 
 def test_yarn_is_said_as_it_is():

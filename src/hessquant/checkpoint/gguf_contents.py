@@ -14,7 +14,7 @@ from hessquant.errors import PlanError, SourceError
 from hessquant.formats.dialect import settings_of
 from hessquant.formats.gguf_blocks import block_type, packed_bytes, target_fault
 from hessquant.formats.gguf_models import Place, family_of, place_tensors
-from hessquant.formats.gguf_settings import Shape, model_settings, rope_factors, shape_of
+from hessquant.formats.gguf_settings import Shape, has_rope_factors, model_settings, rope_factors, shape_of
 from hessquant.records import Plan
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -66,7 +66,8 @@ def gguf_fault(config: Mapping[str, Any], source_directory: Path, plan: Plan | N
     """
     try:
         model_settings(config)
-        rope_factors(config)
+        if has_rope_factors(config):
+            rope_factors(config)
         read_tokenizer(source_directory, shape_of(config).vocabulary)
         if plan is not None:
             contents_of(config, plan)
@@ -83,14 +84,16 @@ def contents_of(config: Mapping[str, Any], plan: Plan) -> list[Entry]:
         SourceError: If the config does not say something that is needed.
     """
     shape = shape_of(config)
+    if plan.unties_head:
+        config = {**config, "tie_word_embeddings": False}
     names = sorted([target.name for target in plan.targets] + [tensor.name for tensor in plan.untouched], key=_natural)
     places = place_tensors(config, shape.row_heads, shape.blocks, names)
     entries = {entry.source: entry for entry in (*_quantized(plan, places), *_untouched(plan, places))}
     for entry in entries.values():
         _check_rows(entry, shape)
     found = [entries[name] for name in places]
-    factors = rope_factors(config)
-    if factors is not None:
+    if has_rope_factors(config):
+        factors = rope_factors(config)
         found.insert(0, Entry(None, Place(ROPE_FACTORS), _F32, tuple(factors.shape), 4 * factors.numel()))
     return found
 

@@ -9,7 +9,7 @@ from gguf import GGMLQuantizationType, GGUFReader, Keys, ReaderTensor
 from torch import Tensor
 
 from hessquant.checkpoint.gguf_contents import Entry, contents_of
-from hessquant.checkpoint.reader import CheckpointReader
+from hessquant.checkpoint.reader import TensorSource
 from hessquant.checkpoint.shards import raw_bytes
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError, SourceError, VerificationError
@@ -25,7 +25,7 @@ _PLAIN = {
 }
 
 
-def verify_gguf(path: Path, source: CheckpointReader, plan: Plan, quantized: Mapping[str, QuantizedWeight]) -> int:
+def verify_gguf(path: Path, source: TensorSource, plan: Plan, quantized: Mapping[str, QuantizedWeight]) -> int:
     """Check that a written file decodes to exactly what was solved, and holds nothing else.
 
     Args:
@@ -77,12 +77,11 @@ def _check_vocabulary(reader: GGUFReader, written: Mapping[str, ReaderTensor]) -
 
 
 def _check_values(
-    entry: Entry, tensor: ReaderTensor, source: CheckpointReader, quantized: Mapping[str, QuantizedWeight]
+    entry: Entry, tensor: ReaderTensor, source: TensorSource, quantized: Mapping[str, QuantizedWeight]
 ) -> None:
     name = entry.source
     if name is None:
-        factors = rope_factors(source.config)
-        same = factors is not None and torch.equal(_plain(tensor, entry), factors)
+        same = torch.equal(_plain(tensor, entry), rope_factors(source.config))
     elif entry.kind in BLOCK_TYPES:
         try:
             found = unpack(torch.from_numpy(np.array(tensor.data)), entry.kind)
@@ -97,7 +96,7 @@ def _check_values(
         )
 
 
-def _expected(entry: Entry, source: CheckpointReader) -> Tensor:
+def _expected(entry: Entry, source: TensorSource) -> Tensor:
     tensor = source.read(entry.source or "")
     if len(entry.shape) > 1:
         return tensor

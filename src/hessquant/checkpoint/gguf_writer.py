@@ -2,7 +2,7 @@
 
 import io
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hessquant.checkpoint.gguf_contents import Entry, architecture_of, contents_of, file_type
 from hessquant.checkpoint.gguf_tokenizer import Tokenizer, read_tokenizer
-from hessquant.checkpoint.reader import CheckpointReader
+from hessquant.checkpoint.reader import TensorSource
 from hessquant.checkpoint.shards import raw_bytes
 from hessquant.checkpoint.writer import writing
 from hessquant.core.grid import Grid, QuantizedWeight
@@ -31,12 +31,10 @@ VERSION_KEY = "hessquant.version"
 ALIGNMENT = int(gguf.GGUF_DEFAULT_ALIGNMENT)
 """Tensors begin at multiples of this."""
 
-_PIECE_BYTES = 1 << 26
-
 
 def write_gguf(
     path: Path,
-    source: CheckpointReader,
+    source: TensorSource,
     source_directory: Path,
     plan: Plan,
     quantized: Mapping[str, QuantizedWeight],
@@ -68,13 +66,11 @@ def write_gguf(
     with writing(path), replacing(path) as stream:
         stream.write(header + _padding(len(header)))
         for entry in entries:
-            size = 0
-            for piece in _content(entry, source, quantized):
-                content = raw_bytes(piece)
-                stream.write(content.numpy().data)
-                size += content.numel()
+            content = raw_bytes(_stored(entry, source, quantized))
+            size = content.numel()
             if size != entry.bytes:
                 raise CheckpointError(f"{entry.source}: planned as {entry.bytes} bytes, but got {size}")
+            stream.write(content.numpy().data)
             stream.write(_padding(size))
     return path.stat().st_size
 
@@ -83,26 +79,23 @@ def _padding(size: int) -> bytes:
     return bytes(-size % ALIGNMENT)
 
 
-def _content(entry: Entry, source: CheckpointReader, quantized: Mapping[str, QuantizedWeight]) -> Iterator[Tensor]:
-    """What is stored of one tensor, in pieces that follow each other."""
+def _stored(entry: Entry, source: TensorSource, quantized: Mapping[str, QuantizedWeight]) -> Tensor:
+    """What is stored of one tensor."""
     name, heads = entry.source, entry.place.heads
     if name is None:
-        factors = rope_factors(source.config)
-        if factors is not None:
-            yield factors
-    elif entry.kind in BLOCK_TYPES:
+        return rope_factors(source.config)
+    if entry.kind in BLOCK_TYPES:
         try:
-            yield pack(_ordered(quantized[name], heads))
+            return pack(_ordered(quantized[name], heads))
         except CheckpointError as error:
             raise CheckpointError(f"{name}: {error}") from error
-    elif len(entry.shape) == 1:
-        tensor = source.read(name).to(torch.float32)
-        tensor = tensor[row_order(len(tensor), heads)] if heads else tensor
-        yield tensor + 1 if entry.place.plus_one else tensor
-    elif heads:
-        yield source.read(name)[row_order(entry.shape[0], heads)]
-    else:
-        yield from source.chunks(name, _PIECE_BYTES)
+    tensor = source.read(name)
+    if heads:
+        tensor = tensor[row_order(len(tensor), heads)]
+    if len(entry.shape) == 1:
+        tensor = tensor.to(torch.float32)
+        return tensor + 1 if entry.place.plus_one else tensor
+    return tensor
 
 
 def _ordered(weight: QuantizedWeight, heads: int) -> QuantizedWeight:

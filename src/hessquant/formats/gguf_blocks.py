@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError
-from hessquant.formats.dialect import ModuleSettings
+from hessquant.formats.dialect import ModuleSettings, half_scales
 
 BLOCK = 32
 """Inputs per block."""
@@ -100,7 +100,7 @@ def pack(weight: QuantizedWeight) -> Tensor:
     if fault:
         raise CheckpointError(fault)
     block, repeats = block_type(stated), spec.width(columns) // BLOCK
-    scales = _half(weight.grid.scales.cpu()).repeat_interleave(repeats, dim=1)
+    scales = half_scales(weight.grid.scales).repeat_interleave(repeats, dim=1)
     zeros = weight.grid.zeros.cpu().to(torch.int16).repeat_interleave(repeats, dim=1)
     integers = weight.codes.cpu().reshape(rows, -1, BLOCK).to(torch.int16)
     integers += block.offset - zeros.unsqueeze(-1)
@@ -109,14 +109,6 @@ def pack(weight: QuantizedWeight) -> Tensor:
         raise CheckpointError(f"a code less its zero does not fit {block.kind.name}; choose symmetric, or fewer bits")
     parts = [scales.unsqueeze(-1).contiguous().view(torch.uint8), *_integer_bytes(integers, block)]
     return torch.cat(parts, dim=-1).flatten(1)
-
-
-def _half(scales: Tensor) -> Tensor:
-    """Scales in float16, if it holds them all."""
-    half = scales.to(torch.float16)
-    if bool((half.to(torch.float64) != scales.to(torch.float64)).any()):
-        raise CheckpointError(f"a scale in {scales.dtype} has no equal in float16, which GGUF stores")
-    return half
 
 
 def _integer_bytes(integers: Tensor, block: BlockType) -> list[Tensor]:

@@ -125,17 +125,22 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def rope_factors(config: Mapping[str, Any]) -> Tensor | None:
-    """What each frequency of the rotary embedding is divided by, float32 [head size / 2]; None if by nothing.
+def has_rope_factors(config: Mapping[str, Any]) -> bool:
+    """Whether each frequency of the rotary embedding is divided by a factor of its own."""
+    return bool(rope_parameters(config)["rope_type"] == "llama3")
+
+
+def rope_factors(config: Mapping[str, Any]) -> Tensor:
+    """Those factors, float32 [head size / 2].
 
     Raises:
-        SourceError: If the config does not say by what.
+        SourceError: If the config does not say them.
     """
     stated = rope_parameters(config)
-    if stated["rope_type"] != "llama3":
-        return None
     size, factor = shape_of(config).head_size, _number(stated, "factor")
     slow, fast = _number(stated, "low_freq_factor"), _number(stated, "high_freq_factor")
+    if slow >= fast:
+        raise SourceError(f"config.json says that low_freq_factor is {slow:g}, no less than high_freq_factor")
     context = _number(stated, "original_max_position_embeddings", _whole(config, "max_position_embeddings"))
     base = _number(stated, "rope_theta", family_of(config).rope_base)
     waves = 2 * math.pi * base ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
