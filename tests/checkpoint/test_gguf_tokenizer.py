@@ -68,6 +68,16 @@ def test_no_token_is_added_that_there_is_none_of(tmp_path):
     assert read_tokenizer(tmp_path, size_of(tokenizer)).special.add_special_token["bos"] is False
 
 
+@pytest.mark.parametrize("template", [[3], [{"name": "default"}], [{"name": "default", "template": 3}]])
+def test_templates_that_are_no_text_are_refused(tmp_path, template):
+    tokenizer = cases.byte_level()
+    saved(tmp_path, tokenizer)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
+    with pytest.raises(SourceError, match="means nothing"):
+        read_tokenizer(tmp_path, size_of(tokenizer))
+
+
 @pytest.mark.parametrize("prefix", [True, False])
 def test_scores_of_joined_tokens_fall_with_their_merges(tmp_path, prefix):
     tokenizer = cases.joined(prefix)
@@ -159,6 +169,7 @@ def put(value, *path):
             put({"type": "Split", "pattern": {"Regex": "a"}, "behavior": "Isolated", "invert": False}, "pre_tokenizer"),
             "'a'",
         ),
+        (put([], "model", "merges"), "has no merges"),
         (put(5000, "model", "vocab", "Ġt"), "a token of id 5000"),
     ],
 )

@@ -10,7 +10,7 @@ from typing import Any
 from gguf import SpecialVocab
 
 from hessquant.checkpoint.header import opened, read_json
-from hessquant.errors import SourceError
+from hessquant.errors import PlanError, SourceError
 from hessquant.formats.gguf_vocabulary import Added, Vocabulary, read_pieces, read_vocabulary
 from hessquant.formats.sentencepiece import Pieces, read_model
 
@@ -45,10 +45,13 @@ def read_tokenizer(directory: Path, size: int) -> Tokenizer:
         vocabulary = _read_vocabulary(directory, size)
         with _quiet():
             special = SpecialVocab(directory, load_merges=vocabulary.scores is None, n_vocab=size)
+        _check_texts(special)
     except _MEANINGLESS as error:
         raise SourceError(f"the tokenizer of {directory} means nothing: {type(error).__name__}: {error}") from error
     flags = special.add_special_token
     if vocabulary.scores is None:
+        if not special.merges:
+            raise PlanError(f"the tokenizer of {directory} has no merges, without which llama.cpp does not open it")
         # Said in any case: some names of ways to split text stand for a token in front as well.
         for kind in ("bos", "eos"):
             flags.setdefault(kind, False)
@@ -56,6 +59,15 @@ def read_tokenizer(directory: Path, size: int) -> Tokenizer:
         # llama.cpp refuses to add a token that there is none of.
         flags[kind] = wanted and kind in special.special_token_ids
     return Tokenizer(vocabulary, special)
+
+
+def _check_texts(special: SpecialVocab) -> None:
+    """What the gguf package took over as it was must be text, or it fails when it is written."""
+    template = special.chat_template
+    named = [] if template is None else [template] if isinstance(template, str) else list(template)
+    texts = [text for one in named for text in ([one] if isinstance(one, str) else [one["name"], one["template"]])]
+    if not all(isinstance(text, str) for text in (*special.merges, *texts)):
+        raise ValueError("a merge or a chat template is no text")
 
 
 def _read_vocabulary(directory: Path, size: int) -> Vocabulary:
