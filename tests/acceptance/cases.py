@@ -173,6 +173,8 @@ class Refusal:
     words: str
 
 
+_GPTQMODEL_GROUPS = (-1, 16, 32, 64, 128, 256, 512, 1024)
+
 REFUSALS = (
     Refusal("vllm", "gptq", lambda case: case.bits in (2, 3), "Unsupported quantization config"),
     Refusal("vllm", "gptq", lambda case: not case.symmetric, "Unsupported quantization config"),
@@ -180,7 +182,11 @@ REFUSALS = (
     Refusal("vllm", "gptq", lambda case: case.group not in (-1, 32, 64, 128), "group_size"),
     Refusal("vllm", "compressed-tensors", lambda case: case.bits == 8 or case.mixed_bits, "uint8"),
     Refusal("transformers", "gptq", lambda case: case.mixed_bits, ""),
-    Refusal("transformers-ct", "compressed-tensors", lambda case: not case.symmetric, "size mismatch|shape"),
+    # The kernel that it chooses on a CPU.
+    Refusal("transformers", "gptq", lambda case: case.group == 16, "expect qGroupSize to be 32, 64, 128 or 256"),
+    Refusal("transformers", "gptq", lambda case: case.group not in _GPTQMODEL_GROUPS, "only supports .* group_size"),
+    Refusal("gptqmodel", "gptq", lambda case: case.group not in _GPTQMODEL_GROUPS, "only supports .* group_size"),
+    Refusal("transformers-ct", "compressed-tensors", lambda case: not case.symmetric, "ignore_mismatched_sizes"),
 )
 
 

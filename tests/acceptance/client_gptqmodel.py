@@ -19,4 +19,4 @@ def ask(checkpoint: str, passage: Passage) -> list[float]:
 
 
 if __name__ == "__main__":
-    answer(ask, versions("gptqmodel", "transformers"))
+    answer(ask, versions("gptqmodel", "transformers"), ["torch", "transformers.models.llama"])

@@ -6,6 +6,7 @@ holds what transformers needs for the format: optimum and gptqmodel, or compress
 """
 
 import argparse
+import sys
 
 from answering import Passage, answer, versions
 
@@ -38,6 +39,4 @@ def _parse(options: tuple[str, ...]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    import sys
-
-    answer(ask, versions("transformers", *_parse(tuple(sys.argv[4:])).uses))
+    answer(ask, versions("transformers", *_parse(tuple(sys.argv[1:])).uses), ["torch", "transformers.models.llama"])

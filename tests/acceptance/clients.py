@@ -1,7 +1,12 @@
 """The programs that open checkpoints, each in a virtual environment of its own, and how one is asked."""
 
+import atexit
+import contextlib
+import functools
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 import time
@@ -95,31 +100,63 @@ class Answer:
 
 
 def ask(name: str, checkpoint: Path, passage: Path, logs: Path) -> Answer:
-    """Open a checkpoint in a client, which runs in the directory `logs` and leaves its output there."""
-    client = CLIENTS[name]
-    python = environments.interpreter(client.environment)
+    """Open a checkpoint in a client, whose output goes into the directory `logs`."""
     logs.mkdir(parents=True, exist_ok=True)
     result, log = logs / f"{name}.json", logs / f"{name}.log"
     result.unlink(missing_ok=True)
-    start, failure = time.monotonic(), ""
-    with log.open("wb") as sink:
-        try:
-            status = subprocess.run(
-                [python, HERE / client.script, checkpoint, passage, result, *client.options],
-                timeout=CLIENT_WITHIN,
-                env=foreign_environment(client.variables),
-                cwd=logs,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-            ).returncode
-            failure = f"ended with {status}: {last_line(log)}"
-        except subprocess.TimeoutExpired:
-            failure = f"gave no answer within {CLIENT_WITHIN:.0f} s"
+    start = time.monotonic()
+    status = _running(name).do({"checkpoint": checkpoint, "passage": passage, "result": result, "log": log})
     seconds = time.monotonic() - start
     if not result.exists():
-        return Answer(client.environment, None, failure, seconds)
+        return Answer(CLIENTS[name].environment, None, f"{status}; its last line: {last_line(log)}", seconds)
     found = json.loads(result.read_text())
     return Answer(found["version"], found.get("logprobs"), found.get("error", ""), seconds)
+
+
+class _Running:
+    """A client's script, which stays there for the next checkpoint."""
+
+    def __init__(self, client: Client) -> None:
+        python = environments.interpreter(client.environment)
+        self._process = subprocess.Popen(
+            [python, HERE / client.script, *client.options],
+            env=foreign_environment(client.variables),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # With what it starts in turn, so that nothing is left when it has to be ended.
+            start_new_session=True,
+        )
+        atexit.register(self.end)
+
+    def do(self, job: dict[str, Path]) -> str:
+        """Have a job done; what is said tells why, if then there is no result."""
+        line = json.dumps({key: str(path) for key, path in job.items()}) + "\n"
+        try:
+            self._process.stdin.write(line.encode())
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return self._gone("it had ended before it was asked")
+        ready, _, _ = select.select([self._process.stdout], [], [], CLIENT_WITHIN)
+        status = self._process.stdout.readline().decode().strip() if ready else ""
+        if status:
+            return f"its process ended with {status}"
+        return self._gone("it ended" if ready else f"no answer within {CLIENT_WITHIN:.0f} s")
+
+    def end(self) -> None:
+        """Leave nothing running."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _gone(self, why: str) -> str:
+        self.end()
+        _running.cache_clear()
+        return why
+
+
+@functools.cache
+def _running(name: str) -> _Running:
+    return _Running(CLIENTS[name])
 
 
 def foreign_environment(variables: dict[str, str]) -> dict[str, str]:
@@ -129,5 +166,5 @@ def foreign_environment(variables: dict[str, str]) -> dict[str, str]:
 
 def last_line(log: Path) -> str:
     """The last line of a file that is not empty."""
-    lines = log.read_text(errors="replace").split("\n")
+    lines = log.read_text(errors="replace").split("\n") if log.exists() else []
     return next((line.strip() for line in reversed(lines) if line.strip()), "no output")

@@ -22,7 +22,7 @@ import table
 from cases import CASES, CLIENTS_OF, Case
 from cases import expected_refusal as refusal_of
 from clients import CLIENTS, ROOT
-from verdict import outcome
+from verdict import NOT_MADE, judged, outcome
 
 from hessquant.checkpoint.header import read_json
 
@@ -44,9 +44,13 @@ def main() -> int:
         if results.get(case.name, {}).get("case") != repr(case):
             results[case.name] = {"case": repr(case), "answers": {}}
         answers = results[case.name]["answers"]
-        if arguments.again or case.maker == "given" or client not in answers:
+        # What could not be made may be possible by now.
+        is_kept = answers.get(client, {"outcome": NOT_MADE})["outcome"] != NOT_MADE and case.maker != "given"
+        if arguments.again or not is_kept:
             answers[client] = outcome(case, client, work, broken=arguments.broken)
-            kept.write_text(json.dumps(results, indent=1) + "\n")
+        # Refusals that are expected by now are so in earlier results, too.
+        answers[client] = judged(answers[client], case, client, broken=arguments.broken)
+        kept.write_text(json.dumps(results, indent=1) + "\n")
         line = f"{case.name} in {client}: {table.in_words(answers[client])}\n"
         sys.stdout.write(line)
         sys.stdout.flush()

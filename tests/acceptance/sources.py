@@ -1,10 +1,11 @@
 """Making the checkpoints: by our command line, and by other tools; each is made once and kept."""
 
+import contextlib
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from cases import Case
@@ -12,6 +13,7 @@ from clients import HERE, UNCOMPILED, environments, foreign_environment, last_li
 from reference import PASSAGE
 from safetensors.torch import load_file, save_file
 
+from hessquant import cli
 from hessquant.models.source import load_tokenizer, resolve
 
 LAYERS = 4
@@ -47,34 +49,44 @@ def make(case: Case, work: Path) -> Path:
     for leftover in (directory, directory.with_name(f"{case.name}.run")):
         shutil.rmtree(leftover, ignore_errors=True)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    command, variables = _command(case, directory, work)
     log = work / "checkpoints" / f"{case.name}.log"
-    with log.open("wb") as sink:
-        status = subprocess.run(
-            command, env=variables, stdout=sink, stderr=subprocess.STDOUT, timeout=MADE_WITHIN
-        ).returncode
+    arguments = list(map(str, _arguments(case, directory, work)))
+    with log.open("w") as sink:
+        status = _hessquant(arguments, sink) if case.maker == "hessquant" else _other(case.maker, arguments, sink)
     if status:
         raise NotMadeError(f"{case.maker} ended with {status}: {last_line(log)}")
     stamp.write_text(repr(case))
     return directory
 
 
-def _command(case: Case, directory: Path, work: Path) -> tuple[list, dict[str, str] | None]:
-    """The command that makes a checkpoint, and its environment; None = this process's."""
+def _hessquant(arguments: list[str], sink: TextIO) -> int:
+    """Our command line, in this process: what it imports is most of its time for so small a model."""
+    with contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink):
+        status = cli.main(arguments)
+    if status in (130, 143):
+        raise KeyboardInterrupt
+    return status
+
+
+def _other(maker: str, arguments: list[str], sink: TextIO) -> int:
+    command = [environments.interpreter(maker), HERE / f"make_{maker}.py", *arguments]
+    variables = foreign_environment(UNCOMPILED)
+    return subprocess.run(command, env=variables, stdout=sink, stderr=sink, timeout=MADE_WITHIN).returncode
+
+
+def _arguments(case: Case, directory: Path, work: Path) -> list:
+    """Arguments of the tool that makes a checkpoint."""
     if case.maker != "hessquant":
-        python = environments.interpreter(case.maker)
         source, windows = source_model(case.source, work), work / "windows.json"
         windows.write_text(json.dumps(_windows(source)))
         settings = {"bits": case.bits, "group_size": case.group, "symmetric": case.symmetric, **case.settings}
-        script = HERE / f"make_{case.maker}.py"
-        return [python, script, source, directory, windows, json.dumps(settings)], foreign_environment(UNCOMPILED)
-    hessquant = Path(sys.executable).with_name("hessquant")
+        return [source, directory, windows, json.dumps(settings)]
     if case.exported_from:
-        return [hessquant, "export", make(case.twin, work), directory, "--format", case.format], None
-    options = ["--bits", str(case.bits), "--group-size", str(case.group), "--format", case.format, *CALIBRATION]
+        return ["export", make(case.twin, work), directory, "--format", case.format]
+    options = ["--bits", case.bits, "--group-size", case.group, "--format", case.format, *CALIBRATION]
     asymmetric = [] if case.symmetric else ["--asymmetric"]
     source = "demo" if case.source == "full" else source_model(case.source, work)
-    return [hessquant, "quantize", source, directory, *options, *asymmetric, *case.options], None
+    return ["quantize", source, directory, *options, *asymmetric, *case.options]
 
 
 def _windows(source: Path) -> list[list[int]]:

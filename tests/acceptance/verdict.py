@@ -15,6 +15,8 @@ from sources import NotMadeError, make
 
 from hessquant.models.source import load_tokenizer, resolve
 
+NOT_MADE = "not made"
+
 
 def outcome(case: Case, client: str, work: Path, *, broken: bool) -> dict:
     """Open the checkpoint of a case in a client.
@@ -34,30 +36,30 @@ def outcome(case: Case, client: str, work: Path, *, broken: bool) -> dict:
         checkpoint = make(case, work)
         truth, passage = _truth(case, work)
     except NotMadeError as error:
-        return found | {"outcome": "not made", "message": str(error)}
+        return found | {"outcome": NOT_MADE, "message": str(error)}
     if broken:
         checkpoint = with_wrong_scales(checkpoint, work / "broken")
     answer = ask(client, checkpoint, passage, work / "logs" / case.name)
     found |= {"version": answer.version, "seconds": round(answer.seconds, 1)}
     if answer.logprobs is None:
-        words = None if broken else expected_refusal(case, client)
-        refused = words is not None and re.search(words, answer.error) is not None
-        return found | {
-            "outcome": "refused" if refused else "failed",
-            "message": answer.error,
-            "good": refused,
-        }
+        return judged(found | {"message": answer.error}, case, client, broken=broken)
     kind = CLIENTS[client].rounding
     allowed = SLACK * truth["rounding"][truth["own"] if kind == "own" else kind]["mean"]
     distance = Distance.between(answer.logprobs, truth["logprobs"])
-    # This bounds the difference of the mean as well, which is never larger.
-    agrees = distance.mean <= allowed
-    return found | {
-        "outcome": "agrees" if agrees else "differs",
-        "good": agrees != broken,
-        "allowed": allowed,
-        **asdict(distance),
-    }
+    return judged(found | {"allowed": allowed, **asdict(distance)}, case, client, broken=broken)
+
+
+def judged(found: dict, case: Case, client: str, *, broken: bool) -> dict:
+    """A result with its "outcome" and "good" by what is known of the client now."""
+    if found.get("outcome") == NOT_MADE:
+        return found
+    if "mean" in found:
+        # This bounds the difference of the mean as well, which is never larger.
+        agrees = found["mean"] <= found["allowed"]
+        return found | {"outcome": "agrees" if agrees else "differs", "good": agrees != broken}
+    words = None if broken else expected_refusal(case, client)
+    refused = words is not None and re.search(words, found["message"]) is not None
+    return found | {"outcome": "refused" if refused else "failed", "good": refused}
 
 
 def _truth(case: Case, work: Path) -> tuple[dict, Path]:
