@@ -72,7 +72,9 @@ class Case:
         if self.maker == "llmcompressor":
             return ("transformers-ct-dequantize",) if not self.symmetric else ("transformers-ct",)
         servers = ("vllm-server",) if self.source == "full" and self.format != "gguf" else ()
-        return CLIENTS_OF[self.format] + servers
+        # The kernel that it chooses on a CPU does not take these.
+        kernel = ("transformers-torch",) if self.format == "gptq" and self.group not in (32, 64, 128) else ()
+        return CLIENTS_OF[self.format] + servers + kernel
 
     @property
     def twin(self) -> "Case":
@@ -182,9 +184,9 @@ REFUSALS = (
     Refusal("vllm", "gptq", lambda case: case.group not in (-1, 32, 64, 128), "group_size"),
     Refusal("vllm", "compressed-tensors", lambda case: case.bits == 8 or case.mixed_bits, "uint8"),
     Refusal("transformers", "gptq", lambda case: case.mixed_bits, ""),
-    # The kernel that it chooses on a CPU.
-    Refusal("transformers", "gptq", lambda case: case.group == 16, "expect qGroupSize to be 32, 64, 128 or 256"),
+    Refusal("transformers", "gptq", lambda case: case.group in (16, -1), "expect qGroupSize to be 32, 64, 128 or 256"),
     Refusal("transformers", "gptq", lambda case: case.group not in _GPTQMODEL_GROUPS, "only supports .* group_size"),
+    Refusal("transformers-torch", "gptq", lambda case: case.group not in _GPTQMODEL_GROUPS, "only supports"),
     Refusal("gptqmodel", "gptq", lambda case: case.group not in _GPTQMODEL_GROUPS, "only supports .* group_size"),
     Refusal("transformers-ct", "compressed-tensors", lambda case: not case.symmetric, "ignore_mismatched_sizes"),
 )

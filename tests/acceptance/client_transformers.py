@@ -3,6 +3,8 @@ holds what transformers needs for the format: optimum and gptqmodel, or compress
 
     --dtype TYPE     16-bit type to load in; the checkpoint's own by default
     --dequantize     decode all weights of compressed-tensors while loading
+    --backend NAME   kernel of GPTQModel; otherwise it chooses one
+    --uses NAME...   distributions whose versions count
 """
 
 import argparse
@@ -15,10 +17,15 @@ PACKED = ("qweight", "weight_packed")
 
 def ask(checkpoint: str, passage: Passage, *options: str) -> list[float]:
     import torch
-    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig, GPTQConfig
 
     given = _parse(options)
-    loading = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if given.dequantize else {}
+    loading = {}
+    if given.dequantize:
+        loading["quantization_config"] = CompressedTensorsConfig(dequantize=True)
+    if given.backend:
+        # Of its settings only this one counts, the others are the checkpoint's.
+        loading["quantization_config"] = GPTQConfig(bits=4, backend=given.backend)
     model = AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=getattr(torch, given.dtype) if given.dtype else "auto", device_map="cpu", **loading
     )
@@ -34,6 +41,7 @@ def _parse(options: tuple[str, ...]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--dtype")
     parser.add_argument("--dequantize", action="store_true")
+    parser.add_argument("--backend")
     parser.add_argument("--uses", nargs="+", default=[])
     return parser.parse_args(options)
 

@@ -68,6 +68,14 @@ CLIENTS = {
         "bfloat16",
         ("--dtype", "bfloat16", "--uses", "optimum", "gptqmodel"),
     ),
+    "transformers-torch": Client(
+        "transformers, optimum, kernel gptq_torch",
+        "client_transformers.py",
+        "gptqmodel",
+        UNCOMPILED,
+        "bfloat16",
+        ("--dtype", "bfloat16", "--backend", "gptq_torch", "--uses", "optimum", "gptqmodel"),
+    ),
     "gptqmodel": Client("GPTQModel", "client_gptqmodel.py", "gptqmodel", UNCOMPILED, "float16"),
     "transformers-ct": Client(
         "transformers", "client_transformers.py", "transformers-ct", options=("--uses", "compressed-tensors")

@@ -113,5 +113,6 @@ def _described(case: Case) -> str:
 
 def _shortened(message: str) -> str:
     """A message for a table: one line, no bars, no more than can be read."""
-    line = " ".join(message.split()).replace("|", "/")
+    # pydantic repeats its whole input there.
+    line = " ".join(message.partition(" [type=")[0].split()).replace("|", "/")
     return line if len(line) <= LONGEST else line[:LONGEST].rsplit(" ", 1)[0] + " ..."
