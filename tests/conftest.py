@@ -10,6 +10,7 @@ from hessquant.records import (
     CalibrationRecord,
     Comparison,
     Evaluation,
+    ExportReport,
     InspectedWeight,
     Inspection,
     LayerRecord,
@@ -94,6 +95,7 @@ def plan():
                 for block in range(_BLOCKS)
             ),
         ),
+        unties_head=False,
         group_size=64,
         bits_per_weight=4.3125,
         unquantized_share=0.2107,
@@ -108,6 +110,11 @@ def plan():
             ServerVerdict("llama.cpp", "no", "does not read the GPTQ format; export to GGUF", "documented"),
         ),
     )
+
+
+@pytest.fixture
+def export_report(plan):
+    return ExportReport("0.1.0", plan, "gptq_v2", "compressed-tensors", 210, 114_000_000, 12.5)
 
 
 @pytest.fixture

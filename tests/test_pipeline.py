@@ -12,7 +12,7 @@ import hessquant
 from hessquant.calibration.prelude import record_arguments
 from hessquant.checkpoint.decode import decoded_state
 from hessquant.checkpoint.reader import CheckpointReader
-from hessquant.errors import CalibrationError, NonFiniteError, OutputError, SourceError, VerificationError
+from hessquant.errors import CalibrationError, NonFiniteError, OutputError, ServeError, SourceError, VerificationError
 from hessquant.models.probe import probe
 from hessquant.models.source import resolve
 from hessquant.pipeline.evaluating import load_model as load_for_evaluation
@@ -355,3 +355,18 @@ def test_trust_in_the_models_code_reaches_the_probe_of_a_quantized_checkpoint(ll
     monkeypatch.setattr("hessquant.pipeline.evaluating.probe", noting)
     load_for_evaluation(resolve(str(tmp_path / "out")), True)
     assert asked == [True]
+
+
+def test_serve_refuses_before_work_and_does_not_change_the_result(llama, tmp_path):
+    config = {"group_size": 32}
+    with pytest.raises(ServeError, match=r"vLLM 0\.32 \(CPU\): takes 4 bits, not 8"):
+        hessquant.quantize(
+            llama, tmp_path / "out", hessquant.Config(bits=8, serve=("vllm",), **config), calibration=[tokens()]
+        )
+    assert not list(tmp_path.glob("out*"))
+    plain = hessquant.quantize(llama, tmp_path / "out", hessquant.Config(**config), calibration=[tokens()])
+    served = hessquant.Config(serve=("vllm-cpu", "transformers"), **config)
+    # Its own finished result: nothing is done again.
+    again = hessquant.quantize(llama, tmp_path / "out", served, calibration=[tokens()])
+    assert (again.run, again.layers, again.seconds) == (plain.run, plain.layers, plain.seconds)
+    assert hessquant.make_plan(llama, served) == plain.plan

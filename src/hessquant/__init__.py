@@ -8,18 +8,19 @@ solution = hessquant.solve(weight, hessian, hessquant.Config(bits=4, group_size=
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hessquant.config import Config
+from hessquant.config import Config, Override
 
 if TYPE_CHECKING:
     from hessquant.kernels.dispatch import solve
-    from hessquant.pipeline import evaluate, inspect, make_plan, quantize
+    from hessquant.pipeline import evaluate, export, inspect, make_plan, quantize
 
 __version__ = "0.1.0"
 
-__all__ = ["Config", "__version__", "evaluate", "inspect", "make_plan", "quantize", "solve"]
+__all__ = ["Config", "Override", "__version__", "evaluate", "export", "inspect", "make_plan", "quantize", "solve"]
 
 _HOMES = {
     "evaluate": "hessquant.pipeline",
+    "export": "hessquant.pipeline",
     "inspect": "hessquant.pipeline",
     "make_plan": "hessquant.pipeline",
     "quantize": "hessquant.pipeline",

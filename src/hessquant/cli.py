@@ -23,13 +23,13 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 import hessquant
-from hessquant.config import Config
+from hessquant.config import Config, Format
 from hessquant.errors import HessquantError, RefusedError
-from hessquant.options import Json, Model, TrustRemoteCode, takes_config
-from hessquant.records import Evaluation, Inspection, Plan, RunReport
+from hessquant.options import Json, Model, Serve, ShardSize, TrustRemoteCode, parse_size, takes_config
+from hessquant.records import Evaluation, ExportReport, Inspection, Plan, RunReport
 from hessquant.report.json_report import error_json, to_json
 from hessquant.report.progress import make_progress
-from hessquant.report.terminal import render_evaluation, render_inspection, render_plan, render_run
+from hessquant.report.terminal import render_evaluation, render_export, render_inspection, render_plan, render_run
 
 # The pipeline is imported inside each command: it brings torch, and `--help` should not wait for that.
 
@@ -106,6 +106,7 @@ def plan(
         from hessquant import pipeline
 
         planned = pipeline.make_plan(model, config)
+    _say_unknown(planned, config)
     _show(planned, render_plan(planned), as_json)
     return _DONE
 
@@ -133,6 +134,11 @@ def quantize(
     """Quantize MODEL and write the checkpoint and its report to OUT."""
     tables = Console(file=sys.stderr if as_json else sys.stdout)
     run_dir = run_dir or out.with_name(f"{out.name}.run")
+
+    def show_plan(planned: Plan) -> None:
+        tables.print(render_plan(planned))
+        _say_unknown(planned, config)
+
     try:
         with redirect_stdout(sys.stderr), make_progress(Console(stderr=True)) as progress:
             from hessquant import pipeline
@@ -145,7 +151,7 @@ def quantize(
                 run_dir=run_dir,
                 keep_run=keep_run,
                 progress=progress,
-                on_plan=lambda planned: tables.print(render_plan(planned)),
+                on_plan=show_plan,
             )
     except KeyboardInterrupt as interrupt:
         raise _RunInterrupted(interrupt, run_dir) from interrupt
@@ -153,6 +159,34 @@ def quantize(
     if strict and report.degraded:
         _say(f"degraded, and --strict was asked for: {len(report.degraded)} things, first: {report.degraded[0]}")
         return _DEGRADED
+    return _DONE
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Quantized checkpoint, of any writer.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory that will hold the result.")],
+    format: Annotated[Format, typer.Option(help="On-disk dialect of the result.", show_default=False)],
+    serve: Serve = None,
+    shard_size: ShardSize = "4GB",
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: Json = False,
+) -> int:
+    """Write a quantized checkpoint in another format, without quantizing again."""
+    tables = Console(file=sys.stderr if as_json else sys.stdout)
+    config = Config(
+        format=format,
+        serve=tuple(serve or ()),
+        shard_bytes=parse_size("shard_size", shard_size),
+        trust_remote_code=trust_remote_code,
+    )
+    with redirect_stdout(sys.stderr), make_progress(Console(stderr=True)) as progress:
+        from hessquant import pipeline
+
+        report = pipeline.export(
+            checkpoint, out, config, progress=progress, on_plan=lambda planned: tables.print(render_plan(planned))
+        )
+    _show(report, render_export(report, out), as_json)
     return _DONE
 
 
@@ -201,11 +235,20 @@ def inspect(
     return _FAILED if inspection.faults else _DONE
 
 
-def _show(record: Plan | RunReport | Evaluation | Inspection, table: RenderableType, as_json: bool) -> None:
+def _show(
+    record: Plan | RunReport | ExportReport | Evaluation | Inspection, table: RenderableType, as_json: bool
+) -> None:
     if as_json:
         typer.echo(to_json(record))
     else:
         Console().print(table)
+
+
+def _say_unknown(planned: Plan, config: Config) -> None:
+    """What `--serve` asked for and nobody knows: no reason to refuse, and none to keep quiet."""
+    for verdict in planned.servers:
+        if verdict.opens == "unknown" and verdict.is_named(config.serve):
+            _say(f"--serve: whether {verdict.server} opens this is not known: {verdict.reason}")
 
 
 def _give_up(as_json: bool, kind: str, message: str, code: int, say: str) -> int:

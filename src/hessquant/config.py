@@ -10,7 +10,39 @@ Scales = Literal["static", "dynamic"]
 Format = Literal["gptq", "compressed-tensors"]
 CaptureMethod = Literal["auto", "once", "passes"]
 
+CLIENTS = ("vllm", "vllm-cpu", "vllm-gpu", "transformers", "sglang", "llama.cpp")
+"""What `Config.serve` may name; a client without its device means the client on each of them."""
+
 AUTO_GROUP_SIZES = (128, 64, 32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Override:
+    """Other settings for the weights that a pattern matches; None = as in the config.
+
+    Attributes:
+        pattern: Of weight names, as in `Config.include`.
+        bits: Bits per code.
+        group_size: Inputs that share a scale; -1 = one group per row.
+        symmetric: One fixed zero at mid-range, or a zero per group.
+
+    Raises:
+        ConfigError: If a value means nothing, or nothing is set.
+    """
+
+    pattern: str
+    bits: int | None = None
+    group_size: int | None = None
+    symmetric: bool | None = None
+
+    def __post_init__(self) -> None:
+        where = f"override {self.pattern!r}"
+        if (self.bits, self.group_size, self.symmetric) == (None, None, None):
+            raise ConfigError(f"{where} sets nothing; give it bits, a group size or a symmetry")
+        if self.bits is not None:
+            _check_bits(f"{where}: bits", self.bits)
+        if self.group_size is not None:
+            _check_group_size(f"{where}: group_size", self.group_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +67,8 @@ class Config:
         allow_fewer: Take what there is when the text has too few windows.
         include: Patterns of weight names to quantize besides the default targets.
         exclude: Patterns of weight names to leave alone.
+        overrides: Other settings for some weights; of several that match, the later one counts.
+        serve: Clients that must open the result; the plan is refused where one is known not to.
         seed: Seed of every random choice.
         capture: "once" runs each block once (DESIGN "forward once"); "passes" runs it several
             times, stopping early, and holds less in memory; "auto" takes "once" where `activation_memory`
@@ -63,6 +97,8 @@ class Config:
     allow_fewer: bool = False
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    overrides: tuple[Override, ...] = ()
+    serve: tuple[str, ...] = ()
     seed: int = 0
     capture: CaptureMethod = "auto"
     activation_memory: int | None = None
@@ -78,10 +114,10 @@ class Config:
         ):
             if value not in allowed:
                 raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(allowed)}")
-        if not 2 <= self.bits <= 8:
-            raise ConfigError(f"bits is {self.bits}; choose 2 to 8")
-        if self.group_size != "auto" and (self.group_size < 1 and self.group_size != -1):
-            raise ConfigError(f"group_size is {self.group_size}; choose 'auto', -1 or a positive number")
+        _check_clients(self.serve)
+        _check_bits("bits", self.bits)
+        if self.group_size != "auto":
+            _check_group_size("group_size", self.group_size)
         if not 0 <= self.damping <= 1:
             raise ConfigError(f"damping is {self.damping}; choose a fraction from 0 to 1, for example 0.01")
         for name, count, least in (
@@ -99,3 +135,19 @@ class Config:
                 "dynamic scales in activation order would need a permuted g_idx, which servers have "
                 "dropped; use order 'group' or 'natural', or static scales"
             )
+
+
+def _check_bits(name: str, bits: int) -> None:
+    if not 2 <= bits <= 8:
+        raise ConfigError(f"{name} is {bits}; choose 2 to 8")
+
+
+def _check_group_size(name: str, group_size: int) -> None:
+    if group_size < 1 and group_size != -1:
+        raise ConfigError(f"{name} is {group_size}; choose -1 or a positive number")
+
+
+def _check_clients(names: tuple[str, ...]) -> None:
+    for name in names:
+        if name not in CLIENTS:
+            raise ConfigError(f"serve names {name!r}; known clients are {', '.join(CLIENTS)}")

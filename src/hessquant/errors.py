@@ -8,7 +8,8 @@ The branch an error hangs from decides the exit code of the command line:
     |   |-- SourceError               the model cannot be found, read or trusted
     |   |-- PlanError                 the model and the options do not fit together
     |   |   |-- GroupSizeError        a group size does not divide a weight's inputs
-    |   |   `-- PatternError          an include or exclude pattern matches nothing
+    |   |   |-- PatternError          an include or exclude pattern matches nothing
+    |   |   `-- ServeError            a client named to serve the result does not open it
     |   |-- CalibrationError          the calibration text cannot be used
     |   |   `-- NotEnoughTextError    fewer tokens than the windows asked for need
     |   |-- OutputError               the output directory cannot be written to
@@ -55,6 +56,10 @@ class GroupSizeError(PlanError):
 
 class PatternError(PlanError):
     """An include or exclude pattern matches nothing."""
+
+
+class ServeError(PlanError):
+    """A client that is to serve the result does not open it."""
 
 
 class CalibrationError(RefusedError):

@@ -8,15 +8,24 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from hessquant.config import CaptureMethod, Config, Format, Order, Scales
+from hessquant.config import CLIENTS, CaptureMethod, Config, Format, Order, Override, Scales
 from hessquant.errors import ConfigError
 
 _DEFAULTS = Config()
+_OVERRIDABLE = {"bits": "bits", "group": "group_size"}
+_SYMMETRIES = {"symmetric": True, "asymmetric": False}
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Local directory, hub id, .gguf file, or 'demo'.", show_default=False)
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+Serve = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="CLIENT", help=f"Refuse what this client does not open: {', '.join(CLIENTS)}; may be repeated."
+    ),
+]
+ShardSize = Annotated[str, typer.Option(metavar="SIZE", help="Largest size of an output file.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Let code that comes with MODEL run.")]
 
 
@@ -55,6 +64,14 @@ def build_config(
     exclude: Annotated[
         list[str] | None, typer.Option(metavar="PATTERN", help="Leave these weights alone; may be repeated.")
     ] = None,
+    override: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN=SETTINGS",
+            help="Other settings for some weights, such as mlp.down_proj=bits:8,group:64; may be repeated.",
+        ),
+    ] = None,
+    serve: Serve = None,
     seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = _DEFAULTS.seed,
     capture: Annotated[
         CaptureMethod,
@@ -66,7 +83,7 @@ def build_config(
             metavar="SIZE", help="Memory for activations, such as 8GB; the rest goes to a file. [default: 1/4 of free]"
         ),
     ] = None,
-    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest size of an output file.")] = "4GB",
+    shard_size: ShardSize = "4GB",
     trust_remote_code: TrustRemoteCode = False,
 ) -> Config:
     """Turn the options that `plan` and `quantize` share into a config."""
@@ -85,6 +102,8 @@ def build_config(
         allow_fewer=allow_fewer,
         include=tuple(include or ()),
         exclude=tuple(exclude or ()),
+        overrides=tuple(map(parse_override, override or ())),
+        serve=tuple(serve or ()),
         seed=seed,
         capture=capture,
         activation_memory=None if activation_memory is None else parse_size("activation_memory", activation_memory),
@@ -128,6 +147,35 @@ def parse_size(name: str, text: str) -> int:
         raise ConfigError(f"{name} is {text!r}; give bytes, or a size such as 512MB, 4GB or 4GiB")
     number, prefix, binary = found.groups()
     return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
+
+
+def parse_override(text: str) -> Override:
+    """An override as `--override` takes it.
+
+    Raises:
+        ConfigError: If it has another form.
+
+    >>> parse_override("mlp.down_proj=bits:8,group:64")
+    Override(pattern='mlp.down_proj', bits=8, group_size=64, symmetric=None)
+    >>> parse_override("layers.0.*=asymmetric").symmetric
+    False
+    """
+    pattern, _, settings = text.rpartition("=")
+    values: dict[str, int | bool] = {}
+    for setting in settings.split(","):
+        name, _, number = setting.strip().partition(":")
+        if name in _SYMMETRIES and not number:
+            values["symmetric"] = _SYMMETRIES[name]
+        elif name in _OVERRIDABLE and re.fullmatch(r"-?\d{1,9}", number):
+            values[_OVERRIDABLE[name]] = int(number)
+        else:
+            raise ConfigError(
+                f"override {text!r}: {setting!r} is no setting; the form is "
+                "PATTERN=bits:N,group:N,symmetric (or asymmetric), any of the three"
+            )
+    if not pattern:
+        raise ConfigError(f"override {text!r} names no weights; the form is PATTERN=bits:N,group:N")
+    return Override(pattern=pattern, **values)  # type: ignore[arg-type]
 
 
 def _group_size(text: str) -> int | Literal["auto"]:

@@ -1,6 +1,6 @@
 """What the stages hand to each other and to the report: frozen, and free of tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -43,7 +43,7 @@ class Target:
 
     Attributes:
         name: Parameter name in the model and in the checkpoint, e.g. `model.layers.0.mlp.up_proj.weight`.
-        block: Index of the block that holds it.
+        block: Index of the block that holds it; the head's is the number of blocks.
         rows: Outputs.
         columns: Inputs.
         bits: Bits per code.
@@ -82,12 +82,28 @@ class Untouched:
 
 @dataclass(frozen=True)
 class ServerVerdict:
-    """Whether one client opens the planned checkpoint; `basis` says how that is known."""
+    """Whether one client opens the planned checkpoint.
+
+    Attributes:
+        server: Its name, version and device, for people.
+        opens: What is known.
+        reason: Why, or what it needs.
+        basis: How that is known.
+        client: Its name as `--serve` takes it, e.g. "vllm-cpu".
+        tensor_parallel: Largest tensor-parallel size (a power of two up to 64) that it can take; None where it does not
+            open the checkpoint or divides no quantized weights.
+    """
 
     server: str
     opens: Literal["yes", "no", "unknown"]
     reason: str
     basis: Literal["measured", "documented", "not run"]
+    client: str = ""
+    tensor_parallel: int | None = None
+
+    def is_named(self, names: Iterable[str]) -> bool:
+        """Whether one of these names means it: its own, or that of a client without the device."""
+        return any(self.client == name or self.client.startswith(f"{name}-") for name in names)
 
 
 @dataclass(frozen=True)
@@ -100,6 +116,7 @@ class Plan:
         blocks: Module names of the blocks, in order.
         targets: Weights to quantize, in the order the forward pass reaches them.
         untouched: Every other tensor of the checkpoint.
+        unties_head: Whether the head was tied to the embedding and gets a weight of its own.
         group_size: Group size of the targets, "auto" resolved.
         bits_per_weight: Mean bits of a target's weights with scales and zeros.
         unquantized_share: Share of the source's weight bytes that stays as it is, 0 to 1.
@@ -115,6 +132,7 @@ class Plan:
     blocks: tuple[str, ...]
     targets: tuple[Target, ...]
     untouched: tuple[Untouched, ...]
+    unties_head: bool
     group_size: int
     bits_per_weight: float
     unquantized_share: float
@@ -249,6 +267,29 @@ class RunReport:
     output_bytes: int
     verified_tensors: int
     environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What an export did.
+
+    Attributes:
+        version: Version of Hessquant.
+        plan: What was decided; its source is the checkpoint, and each packed weight counts as 16 bit in its sizes.
+        source_format: What the checkpoint is in, e.g. "gptq_v2".
+        format: What was written.
+        verified_tensors: Quantized weights that were re-read and decoded to the same values.
+        output_bytes: Bytes of the tensors written.
+        seconds: Wall time.
+    """
+
+    version: str
+    plan: Plan
+    source_format: str
+    format: str
+    verified_tensors: int
+    output_bytes: int
+    seconds: float
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,16 @@ class Case:
         config = replace(self.config, shard_bytes=shard_bytes)
         with CheckpointReader(self.source) as reader:
             return write_checkpoint(
-                self.out, reader, self.source, self.plan, config, self.quantized, run="a run", version="0.1.0"
+                self.out,
+                reader,
+                self.source,
+                self.plan,
+                self.quantized,
+                config,
+                solved_with=config,
+                reports=(),
+                run="a run",
+                version="0.1.0",
             )
 
     def complete(self, written):
@@ -111,6 +120,7 @@ def make_case(source, out, config=None):
         blocks=("model.layers.0", "model.layers.1"),
         targets=tuple(targets),
         untouched=tuple(untouched),
+        unties_head=False,
         group_size=config.group_size,
         bits_per_weight=4.5,
         unquantized_share=0.1,

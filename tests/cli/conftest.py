@@ -9,9 +9,10 @@ import hessquant
 class FakePipeline(ModuleType):
     """Stands in for `hessquant.pipeline`: keeps what it was asked and gives made-up records."""
 
-    def __init__(self, plan, run_report, evaluation, inspection):
+    def __init__(self, plan, run_report, export_report, evaluation, inspection):
         super().__init__("hessquant.pipeline")
-        self.plan, self.run_report, self.evaluation, self.inspection = plan, run_report, evaluation, inspection
+        self.plan, self.run_report, self.export_report = plan, run_report, export_report
+        self.evaluation, self.inspection = evaluation, inspection
         self.asked = {}
         self.error = None
 
@@ -42,6 +43,12 @@ class FakePipeline(ModuleType):
         self._ask(model=model, out=out, config=config, calibration=calibration, run_dir=run_dir, keep_run=keep_run)
         return self.run_report
 
+    def export(self, checkpoint, out, config, *, progress=None, on_plan=None):
+        on_plan(self.plan)
+        progress.stage("write", 1)
+        self._ask(checkpoint=checkpoint, out=out, config=config)
+        return self.export_report
+
     def evaluate(
         self,
         model,
@@ -63,8 +70,8 @@ class FakePipeline(ModuleType):
 
 
 @pytest.fixture
-def pipeline(monkeypatch, plan, run_report, evaluation, inspection):
-    fake = FakePipeline(plan, run_report, evaluation, inspection)
+def pipeline(monkeypatch, plan, run_report, export_report, evaluation, inspection):
+    fake = FakePipeline(plan, run_report, export_report, evaluation, inspection)
     monkeypatch.setitem(sys.modules, "hessquant.pipeline", fake)
     monkeypatch.setattr(hessquant, "pipeline", fake, raising=False)
     return fake

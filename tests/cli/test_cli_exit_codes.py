@@ -12,6 +12,7 @@ from hessquant import cli, errors
 COMMANDS = {
     "plan": ["plan", "model"],
     "quantize": ["quantize", "model", "out"],
+    "export": ["export", "old", "new", "--format", "gptq"],
     "evaluate": ["evaluate", "model"],
     "inspect": ["inspect", "out"],
 }
@@ -105,6 +106,8 @@ def test_sigterm_ends_a_run_as_ctrl_c_does_and_exits_143(pipeline, capsys, monke
         ["plan", "model", "--no-such-option"],
         ["evaluate", "model", "--num-windows", "0"],
         ["plan", "model", "--bits", "9"],
+        ["plan", "model", "--serve", "ollama"],
+        ["quantize", "model", "out", "--serve", "vllm,transformers"],
         ["plan", "model", "--group-size", "many"],
         ["quantize", "model", "out", "--group-size", "0"],
         ["quantize", "model", "out", "--damping", "2"],

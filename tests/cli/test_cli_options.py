@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hessquant import cli
-from hessquant.config import Config
+from hessquant.config import Config, Override
 
 # Block size is a matter of speed, not of the result; it has no option.
 WITHOUT_OPTION = {"block_size"}
@@ -27,6 +27,11 @@ OPTIONS = [
     (["--allow-fewer"], {"allow_fewer": True}),
     (["--include", "lm_head", "--include", "*.router"], {"include": ("lm_head", "*.router")}),
     (["--exclude", "*.down_proj", "--exclude", "*.0.*"], {"exclude": ("*.down_proj", "*.0.*")}),
+    (
+        ["--override", "a=bits:8,group:64", "--override", "b.*=asymmetric"],
+        {"overrides": (Override(pattern="a", bits=8, group_size=64), Override(pattern="b.*", symmetric=False))},
+    ),
+    (["--serve", "vllm", "--serve", "llama.cpp"], {"serve": ("vllm", "llama.cpp")}),
     (["--seed", "7"], {"seed": 7}),
     (["--capture", "passes"], {"capture": "passes"}),
     (["--refinement-rounds", "2"], {"refinement_rounds": 2}),
@@ -104,12 +109,28 @@ def test_evaluate_defaults(pipeline):
     assert pipeline.asked["trust_remote_code"] is False
 
 
+def test_export_passes_both_directories_and_what_the_output_is_to_be(pipeline):
+    assert (
+        cli.main(["export", "old", "new", "--format", "compressed-tensors", "--shard-size", "1MB", "--serve", "vllm"])
+        == 0
+    )
+    assert pipeline.asked == {
+        "checkpoint": Path("old"),
+        "out": Path("new"),
+        "config": Config(format="compressed-tensors", shard_bytes=1_000_000, serve=("vllm",)),
+    }
+
+
+def test_export_does_not_guess_a_format(pipeline):
+    assert cli.main(["export", "old", "new"]) == 2
+
+
 def test_inspect_passes_the_directory(pipeline):
     assert cli.main(["inspect", "some/dir"]) == 0
     assert pipeline.asked == {"directory": Path("some/dir")}
 
 
-@pytest.mark.parametrize("name", ["make_plan", "quantize", "evaluate", "inspect"])
+@pytest.mark.parametrize("name", ["make_plan", "quantize", "export", "evaluate", "inspect"])
 def test_the_fake_pipeline_takes_what_the_real_one_takes(request, name):
     from hessquant import pipeline as real
 

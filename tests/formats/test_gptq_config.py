@@ -5,8 +5,9 @@ import pytest
 from transformers import GPTQConfig
 
 from hessquant.config import Config
-from hessquant.errors import CheckpointError, SourceError
-from hessquant.formats.dialect import ModuleSettings
+from hessquant.errors import SourceError
+from hessquant.formats.dialect import ModuleSettings, settings_of
+from hessquant.formats.dialects import DIALECTS
 from hessquant.formats.gptq_config import describe, read_settings
 from hessquant.records import Plan, Target, Untouched
 
@@ -39,6 +40,7 @@ def make_plan(skipped=(), blocks=2, group_size=32, bits=4, symmetric=True):
         blocks=tuple(names),
         targets=tuple(targets),
         untouched=tuple(untouched),
+        unties_head=False,
         group_size=group_size,
         bits_per_weight=4.5,
         unquantized_share=0.1,
@@ -150,9 +152,73 @@ def test_stacked_experts_left_alone_are_named_by_their_module():
     assert list(described["dynamic"]) == [r"-:^model\.layers\.0\.mlp\.experts$"]
 
 
-def test_a_target_with_other_settings_than_the_config_is_refused():
-    with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.q_proj\.weight: planned with .*\(8, 32, True\)"):
-        describe(make_plan(bits=8), Config(bits=4), "gptq", "0")
+def with_settings(plan, changes):
+    """The plan with other settings for the weights whose names end so."""
+    targets = tuple(
+        dataclasses.replace(
+            target, **next((c for end, c in changes.items() if target.name.endswith(f"{end}.weight")), {})
+        )
+        for target in plan.targets
+    )
+    return dataclasses.replace(plan, targets=targets)
+
+
+def vllm_settings(described, module):
+    """What vLLM 0.32 makes of a module, by the name it gives it (`gptq_utils.get_dynamic_override`)."""
+    for pattern, values in described.get("dynamic", {}).items():
+        if re.match(pattern.removeprefix("-:").removeprefix("+:"), module):
+            return None if pattern.startswith("-:") else {key: values.get(key, described[key]) for key in KEYS}
+    return {key: described[key] for key in KEYS}
+
+
+KEYS = ("bits", "group_size", "sym")
+
+
+def test_modules_with_settings_of_their_own_are_named_with_what_differs():
+    described = describe(with_settings(make_plan(), {"down_proj": {"bits": 8}}), Config(), "gptq", "0")
+    assert (described["bits"], described["group_size"]) == (4, 32)
+    assert described["dynamic"] == {r"+:^(?:model\.layers\.(?:0|1))\.mlp\.down_proj$": {"bits": 8}}
+    assert "modules_in_block_to_quantize" not in described
+
+
+def test_a_fused_set_with_settings_of_its_own_is_named_as_servers_fuse_it_too():
+    changes = {name: {"group_size": 64} for name in ("q_proj", "k_proj", "v_proj")}
+    described = describe(with_settings(make_plan(blocks=3), changes), Config(), "gptq", "0")
+    expected = {"bits": 4, "group_size": 64, "sym": True}
+    for module in ("q_proj", "k_proj", "v_proj", "qkv_proj"):
+        assert vllm_settings(described, f"model.layers.2.self_attn.{module}") == expected
+    assert vllm_settings(described, "model.layers.2.self_attn.o_proj")["group_size"] == 32
+    assert vllm_settings(described, "model.layers.2.mlp.gate_up_proj")["group_size"] == 32
+
+
+def test_a_fused_set_is_named_only_in_the_blocks_where_all_of_it_differs():
+    plan = with_settings(
+        make_plan(blocks=2),
+        {"layers.1.mlp.gate_proj": {"bits": 8}, "layers.1.mlp.up_proj": {"bits": 8}, "down_proj": {"bits": 8}},
+    )
+    described = describe(plan, Config(), "gptq", "0")
+    assert vllm_settings(described, "model.layers.1.mlp.gate_up_proj")["bits"] == 8
+    assert vllm_settings(described, "model.layers.0.mlp.gate_up_proj")["bits"] == 4
+    assert vllm_settings(described, "model.layers.0.mlp.down_proj")["bits"] == 8
+    assert vllm_settings(described, "model.layers.11.mlp.down_proj")["bits"] == 4
+
+
+@pytest.mark.parametrize("describe_as", ["gptq", "compressed-tensors"])
+def test_mixed_settings_are_read_back_module_by_module(describe_as):
+    plan = with_settings(
+        make_plan(skipped={"model.layers.0.self_attn.o_proj"}, blocks=12),
+        {"layers.1.mlp.down_proj": {"bits": 8, "symmetric": False}, "layers.11.self_attn.o_proj": {"group_size": -1}},
+    )
+    dialect = DIALECTS[describe_as]
+    read = dialect.read_settings(dialect.describe(plan, None, "pack-quantized" if "-" in describe_as else "gptq", "0"))
+    for target in plan.targets:
+        assert read.module(target.name.removesuffix(".weight")) == settings_of(target)
+    assert read.module("model.layers.0.self_attn.o_proj") is None
+
+
+def test_what_is_not_known_of_the_making_is_not_stated():
+    described = describe(make_plan(), None, "gptq", "0")
+    assert not {"damp_percent", "static_groups"} & described.keys()
 
 
 def test_what_is_written_is_read_back():

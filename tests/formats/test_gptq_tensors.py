@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hessquant.core.grid import Grid, GridSpec, QuantizedWeight, encode, min_max
 from hessquant.errors import CheckpointError
 from hessquant.formats import bits as bit_streams
-from hessquant.formats import gptq
+from hessquant.formats import compressed_tensors, gptq
 from hessquant.formats.dialect import ModuleSettings, layout_of
 
 
@@ -174,11 +174,24 @@ def test_packing_a_shape_without_a_place_is_refused():
         gptq.pack(random_weight(10, 64, 4), "gptq")
 
 
-def test_scales_of_another_dtype_are_refused():
+@pytest.mark.parametrize("dialect", [gptq, compressed_tensors])
+def test_scales_are_written_as_float16_where_that_holds_them_exactly(dialect):
     weight = random_weight(8, 64, 4)
     grid = Grid(weight.grid.spec, weight.grid.scales.bfloat16(), weight.grid.zeros)
-    with pytest.raises(CheckpointError, match=r"scales are torch\.bfloat16"):
-        gptq.pack(QuantizedWeight(weight.codes, grid), "gptq")
+    parts = dialect.pack(QuantizedWeight(weight.codes, grid), "gptq")
+    written = parts["scales"].T if dialect is gptq else parts["weight_scale"]
+    assert written.dtype == torch.float16
+    assert torch.equal(written.float(), grid.scales.float())
+
+
+@pytest.mark.parametrize("dialect", [gptq, compressed_tensors])
+@pytest.mark.parametrize("value", [1e-30, 1e30, 1 + 2**-11])
+def test_scales_that_float16_does_not_hold_are_refused(dialect, value):
+    weight = random_weight(8, 64, 4)
+    scales = weight.grid.scales.float()
+    scales[3, 0] = value
+    with pytest.raises(CheckpointError, match=r"scales, in float32, are not exact in float16"):
+        dialect.pack(QuantizedWeight(weight.codes, Grid(weight.grid.spec, scales, weight.grid.zeros)), "gptq")
 
 
 def test_a_permuted_group_index_is_taken_literally():

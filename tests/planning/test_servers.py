@@ -1,49 +1,281 @@
+import runpy
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
-from hessquant.planning.servers import verdicts
+from hessquant.config import CLIENTS
+from hessquant.planning.server_rules import RULES
+from hessquant.planning.servers import judge, verdicts
+from hessquant.records import Target
 
-DEFAULTS = {
-    "bits": 4, "group_size": 64, "symmetric": True, "shapes": frozenset({(576, 1536)}), "transposed": False,
+BLOCKS = ("model.layers.0", "model.layers.1")
+SHAPES = {
+    "self_attn.q_proj": (576, 576), "self_attn.k_proj": (192, 576), "self_attn.v_proj": (192, 576),
+    "self_attn.o_proj": (576, 576), "mlp.gate_proj": (1536, 576), "mlp.up_proj": (1536, 576),
+    "mlp.down_proj": (576, 1536),
 }  # fmt: skip
-CPU, GPU, TRANSFORMERS = "vLLM 0.32 (CPU)", "vLLM (GPU, Marlin)", "transformers 5.24"
+SHARES = {
+    "self_attn.k_proj": "self_attn.q_proj",
+    "self_attn.v_proj": "self_attn.q_proj",
+    "mlp.up_proj": "mlp.gate_proj",
+}
 
 
-def opens(**changes):
-    return {verdict.server: verdict.opens for verdict in verdicts("gptq", **(DEFAULTS | changes))}
+def targets(changes=None, **settings):
+    """SmolLM2's shapes in two blocks; `changes` gives some weights (by the end of their names) other values."""
+    found = []
+    for index, block in enumerate(BLOCKS):
+        for name, (rows, columns) in SHAPES.items():
+            values = {"bits": 4, "group_size": 64, "symmetric": True, "transposed": False, "rows": rows} | settings
+            target = Target(
+                name=f"{block}.{name}.weight",
+                block=index,
+                columns=columns,
+                shares_input_with=f"{block}.{SHARES.get(name, name)}.weight",
+                **values,
+            )
+            for ending, other in (changes or {}).items():
+                if f"{block}.{name}".endswith(ending):
+                    target = replace(target, **other)
+            found.append(target)
+    return tuple(found)
 
 
-@pytest.mark.parametrize("group_size", [-1, 32, 64, 128])
-def test_symmetric_four_bit_opens_where_it_was_measured(group_size):
-    found = opens(group_size=group_size)
-    assert found[CPU] == found[GPU] == found[TRANSFORMERS] == "yes"
-    assert found["llama.cpp"] == "no"
-    assert found["SGLang 0.5"] == "unknown"
+def found(output_format, weights):
+    return {verdict.client: verdict for verdict in verdicts(output_format, weights, BLOCKS)}
+
+
+def opens(output_format, client, *changes, **settings):
+    return found(output_format, targets(*changes, **settings))[client].opens
+
+
+# The table: what it must be.
+
+
+def test_every_client_has_one_row_per_format_and_device():
+    keys = [(rule.name, rule.format) for rule in RULES]
+    assert len(keys) == len(set(keys))
+    names = {rule.name for rule in RULES}
+    assert {rule.format for rule in RULES} == {"gptq", "compressed-tensors", "gguf"}
+    assert len(keys) == 3 * len(names)
+    assert names | {rule.client for rule in RULES} == set(CLIENTS)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.name}-{rule.format}")
+def test_every_row_says_how_it_is_known(rule):
+    evidences = [rule.evidence, *(mixing.evidence for mixing in rule.mixed)]
+    assert all(evidence.source for evidence in evidences)
+    assert all(("run here" in evidence.source) == (evidence.basis == "measured") for evidence in evidences)
+    assert rule.reads or rule.note
+    assert "never run" not in rule.note or rule.evidence.basis != "measured"
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.name}-{rule.format}")
+def test_every_row_takes_and_refuses_what_it_lists(rule):
+    if not rule.reads:
+        assert (judge(rule, targets(), BLOCKS).opens, judge(rule, targets(), BLOCKS).reason) == ("no", rule.note)
+        return
+    beyond = "unknown" if rule.beyond else "no"
+    even = targets(rows=1024)
+    even = tuple(replace(target, columns=2048) for target in even)
+    for symmetric, taken in ((True, rule.symmetric), (False, rule.asymmetric)):
+        for bits in range(2, 9):
+            weights = tuple(replace(target, bits=bits, symmetric=symmetric) for target in even)
+            verdict = judge(rule, weights, BLOCKS)
+            assert verdict.opens == (rule.fits if bits in taken else beyond)
+            if bits not in taken:
+                assert str(bits) in verdict.reason
+    for size in (-1, 2, 16, 24, 32, 48, 64, 128, 256, 1024):
+        weights = tuple(replace(target, group_size=size) for target in even)
+        listed = rule.group_sizes is None or size in rule.group_sizes
+        verdict = judge(rule, weights, BLOCKS)
+        assert verdict.opens == (rule.fits if listed and (size == -1 or size % rule.group_multiple == 0) else beyond)
+        if verdict.opens == beyond != rule.fits:
+            assert f"not {size}" in verdict.reason
+
+
+def test_the_page_of_the_table_is_up_to_date():
+    made = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "make_server_rules.py"))
+    assert made["PAGE"].read_text(encoding="utf-8") == made["page"](), "run: python docs/make_server_rules.py"
+
+
+# What was run (November 2026, SmolLM2-135M): the verdict must be what the client did.
+
+MEASURED = [
+    *(("gptq", "vllm-cpu", {"group_size": size}, "yes") for size in (32, 64, -1)),
+    ("gptq", "vllm-cpu", {"symmetric": False}, "no"),
+    *(("gptq", "vllm-cpu", {"bits": bits}, "no") for bits in (2, 3, 8)),
+    ("gptq", "vllm-cpu", {"group_size": 16}, "no"),
+    *(("compressed-tensors", "vllm-cpu", {"group_size": size}, "yes") for size in (16, 32, 64, 192, -1)),
+    ("compressed-tensors", "vllm-cpu", {"symmetric": False}, "yes"),
+    *(("compressed-tensors", "vllm-cpu", {"bits": bits}, "no") for bits in (2, 3, 8)),
+    *(
+        ("gptq", "transformers", {"bits": bits, "symmetric": symmetric}, "yes")
+        for bits in (2, 3, 4, 8)
+        for symmetric in (True, False)
+    ),
+    *(("compressed-tensors", "transformers", {"group_size": size}, "yes") for size in (16, 64, 192, -1)),
+    ("compressed-tensors", "transformers", {"bits": 8}, "yes"),
+    ("compressed-tensors", "transformers", {"symmetric": False}, "yes"),
+    ("gguf", "llama.cpp", {}, "yes"),
+    ("gguf", "llama.cpp", {"symmetric": False}, "yes"),
+    ("gguf", "llama.cpp", {"bits": 8}, "yes"),
+]
+
+
+@pytest.mark.parametrize(("output_format", "client", "settings", "expected"), MEASURED)
+def test_the_verdict_is_what_was_measured(output_format, client, settings, expected):
+    verdict = found(output_format, targets(**settings))[client]
+    assert (verdict.opens, verdict.basis) == (expected, "measured")
 
 
 @pytest.mark.parametrize(
-    ("changes", "cpu", "gpu"),
+    ("output_format", "client", "changes", "expected"),
     [
-        ({"symmetric": False}, "no", "no"),
-        ({"bits": 3}, "no", "no"),
-        ({"bits": 2}, "no", "no"),
-        ({"bits": 8}, "no", "yes"),
-        ({"group_size": 16}, "no", "no"),
-        ({"shapes": frozenset({(576, 1536), (48, 64)})}, "no", "yes"),
+        ("gptq", "vllm-cpu", {"mlp.down_proj": {"group_size": 128}}, "yes"),
+        ("gptq", "vllm-cpu", {"mlp.down_proj": {"bits": 8}}, "no"),
+        ("gptq", "vllm-cpu", {"self_attn.q_proj": {"group_size": 32}}, "no"),
+        ("compressed-tensors", "vllm-cpu", {"self_attn.q_proj": {"group_size": 32}}, "no"),
+        ("gptq", "transformers", {"mlp.down_proj": {"bits": 8}}, "no"),
     ],
 )
-def test_what_vllm_refuses(changes, cpu, gpu):
-    found = opens(**changes)
-    assert (found[CPU], found[GPU], found[TRANSFORMERS]) == (cpu, gpu, "yes")
+def test_mixed_plans_are_judged_as_measured(output_format, client, changes, expected):
+    verdict = found(output_format, targets(changes))[client]
+    assert (verdict.opens, verdict.basis) == (expected, "measured")
+
+
+# What was read, not run.
+
+
+@pytest.mark.parametrize(
+    ("output_format", "client", "settings", "expected"),
+    [
+        ("gptq", "vllm-gpu", {"bits": 8}, "yes"),
+        ("gptq", "vllm-gpu", {"symmetric": False}, "no"),
+        ("gptq", "vllm-gpu", {"group_size": 16}, "no"),
+        ("gptq", "vllm-gpu", {"rows": 48}, "yes"),
+        ("gptq", "vllm-cpu", {"rows": 48}, "no"),
+        ("compressed-tensors", "vllm-gpu", {"symmetric": False}, "yes"),
+        ("compressed-tensors", "vllm-gpu", {"symmetric": False, "bits": 8}, "unknown"),
+        ("compressed-tensors", "vllm-gpu", {"group_size": 16}, "unknown"),
+        ("compressed-tensors", "vllm-cpu", {"group_size": 3}, "no"),
+        ("gptq", "sglang", {}, "unknown"),
+        ("gptq", "transformers", {"group_size": 192}, "no"),
+        ("gguf", "vllm-cpu", {}, "no"),
+        ("gguf", "vllm-gpu", {}, "unknown"),
+        ("gguf", "llama.cpp", {"group_size": 16}, "no"),
+        ("gguf", "llama.cpp", {"symmetric": False, "bits": 8}, "no"),
+        ("gptq", "llama.cpp", {}, "no"),
+    ],
+)
+def test_documented_rules(output_format, client, settings, expected):
+    assert opens(output_format, client, **settings) == expected
+
+
+def test_a_mixture_known_by_less_than_its_parts_is_known_by_less():
+    verdict = found("compressed-tensors", targets({"mlp.down_proj": {"symmetric": False}}))["vllm-cpu"]
+    assert (verdict.opens, verdict.basis) == ("yes", "documented")
+
+
+def test_a_mixture_that_nobody_tried_is_unknown():
+    verdict = found("gptq", targets({"mlp.down_proj": {"group_size": 128}}))["transformers"]
+    assert (verdict.opens, verdict.basis) == ("unknown", "not run")
+    assert verdict.reason == "never tried with group sizes that differ from weight to weight: 64, 128"
+    verdict = found("gptq", targets({"mlp.down_proj": {"symmetric": False}}))["transformers"]
+    assert verdict.reason == "never tried with symmetries that differ from weight to weight"
+
+
+def test_only_clients_that_fuse_mind_uneven_sets():
+    uneven = targets({"layers.1.mlp.up_proj": {"group_size": 128}})
+    verdict = found("gptq", uneven)["vllm-gpu"]
+    assert verdict.opens == "no"
+    assert verdict.reason == (
+        "fuses model.layers.1.mlp.gate_proj.weight (symmetric 4-bit, group size 64) with "
+        "model.layers.1.mlp.up_proj.weight (symmetric 4-bit, group size 128), which must be alike"
+    )
+    assert found("gguf", uneven)["llama.cpp"].opens == "yes"
+
+
+def test_weights_of_different_modules_are_not_fused():
+    changed = [replace(target, shares_input_with=target.name.replace("mlp.down", "mlp.gate")) for target in targets()]
+    changed = tuple(replace(t, group_size=128) if "down_proj" in t.name else t for t in changed)
+    assert found("gptq", changed)["vllm-gpu"].opens == "no"
+    apart = tuple(replace(t, name=t.name.replace("mlp.down", "other.down")) for t in changed)
+    assert found("gptq", apart)["vllm-gpu"].opens == "yes"
+
+
+# What a verdict says.
+
+
+def test_a_fault_of_some_weights_names_the_first_and_one_of_all_names_none():
+    mixed = found("gptq", targets({"layers.1.mlp.down_proj": {"bits": 8}}))["vllm-cpu"]
+    assert mixed.reason == "takes 4 bits, not 8 (model.layers.*.mlp.down_proj.weight)"
+    uniform = found("gptq", targets(bits=8))["vllm-cpu"]
+    assert uniform.reason == "takes 4 bits, not 8"
+    both = found("gptq", targets({"mlp.down_proj": {"bits": 2}}, bits=8))["vllm-cpu"]
+    assert both.reason == "takes 4 bits, not 8 (model.layers.*.self_attn.q_proj.weight)"
+
+
+def test_every_fault_is_said_with_its_value():
+    verdict = found("gptq", targets(bits=3, symmetric=False, group_size=16, rows=48))["vllm-cpu"]
+    assert verdict.reason.split("; ") == [
+        "takes 4 bits, not 3",
+        "takes symmetric weights only in this format, not asymmetric ones of 3 bits",
+        "takes group sizes -1, 32, 64, 128, not 16",
+        "takes outputs in multiples of 32 and inputs in multiples of 32, not 48 x 576 "
+        "(model.layers.*.self_attn.q_proj.weight)",
+    ]
+    assert found("gguf", targets(group_size=48))["llama.cpp"].reason == "takes group sizes in multiples of 32, not 48"
+    eight = found("gguf", targets(bits=8, symmetric=False))["llama.cpp"]
+    assert eight.reason == "takes asymmetric weights of 2, 3, 4 bits only, not 8"
+
+
+def test_beyond_a_rule_that_is_no_limit_the_reason_says_so():
+    verdict = found("compressed-tensors", targets(group_size=16))["vllm-gpu"]
+    assert verdict.reason.startswith("is known to take group sizes -1, 32, 64, 128, not 16; other kernels may")
+
+
+def test_a_checkpoint_that_opens_says_what_it_needs():
+    plain, asymmetric = (found("compressed-tensors", targets(symmetric=symmetric)) for symmetric in (True, False))
+    assert plain["transformers"].reason == "needs compressed-tensors 0.20"
+    assert "dequantize=True" in asymmetric["transformers"].reason
+    assert asymmetric["vllm-gpu"].reason == "takes asymmetric 4-bit, group size 64"
 
 
 def test_transposed_weights_were_never_tried():
-    found = opens(transposed=True)
-    assert found[CPU] == found[TRANSFORMERS] == "unknown"
+    verdict = found("gptq", targets(transposed=True))["vllm-cpu"]
+    assert (verdict.opens, verdict.basis) == ("unknown", "not run")
+    assert verdict.reason == "never tried with Conv1D weights"
+    assert opens("gptq", "vllm-cpu", transposed=True, bits=8) == "no"
 
 
-def test_refusals_say_why_and_how_it_is_known():
-    refused = {verdict.server: verdict for verdict in verdicts("gptq", **(DEFAULTS | {"bits": 3, "symmetric": False}))}
-    assert refused[CPU].reason == "takes 4 bits, not 3; takes symmetric weights only in this format"
-    assert refused[CPU].basis == "measured"
-    assert refused[GPU].basis == "documented"
-    assert refused["SGLang 0.5"].basis == "not run"
+def test_tensor_parallel_sizes_follow_each_clients_multiples():
+    # 192 rows of k_proj: six times 32, three times 64.
+    sizes = {client: verdict.tensor_parallel for client, verdict in found("gptq", targets(group_size=32)).items()}
+    assert sizes == {"vllm-cpu": 2, "vllm-gpu": 2, "transformers": None, "sglang": 1, "llama.cpp": None}
+    wide = tuple(replace(target, rows=1024, columns=4096) for target in targets(group_size=32))
+    sizes = {client: verdict.tensor_parallel for client, verdict in found("gptq", wide).items()}
+    assert (sizes["vllm-cpu"], sizes["vllm-gpu"], sizes["sglang"]) == (32, 64, 16)
+    assert found("gptq", targets(bits=3))["vllm-gpu"].tensor_parallel is None
+
+
+def test_a_client_is_named_by_itself_or_without_its_device():
+    verdicts_of = found("gptq", targets())
+    assert [name for name, verdict in verdicts_of.items() if verdict.is_named(("vllm",))] == ["vllm-cpu", "vllm-gpu"]
+    assert [name for name, verdict in verdicts_of.items() if verdict.is_named(("vllm-gpu",))] == ["vllm-gpu"]
+    assert not verdicts_of["vllm-cpu"].is_named(())
+    assert not verdicts_of["vllm-cpu"].is_named(("vll",))
+
+
+# A quantized head.
+
+
+def test_a_quantized_head_is_an_open_question_where_nobody_tried_it():
+    head = Target("lm_head.weight", len(BLOCKS), 49152, 576, 4, 64, True, False, "lm_head.weight")
+    rule = next(rule for rule in RULES if rule.name == "vllm-cpu" and rule.format == "gptq")
+    tried, untried = replace(rule, head=rule.evidence), replace(rule, head=None)
+    assert judge(tried, (*targets(), head), BLOCKS).opens == "yes"
+    verdict = judge(untried, (*targets(), head), BLOCKS)
+    assert (verdict.opens, verdict.reason, verdict.basis) == ("unknown", "never tried with a quantized head", "not run")
+    assert judge(untried, targets(), BLOCKS).opens == "yes"

@@ -52,7 +52,8 @@ def test_a_plan_survives_the_round_trip(plan):
 def test_a_run_report_survives_the_round_trip_to_the_last_bit(run_report):
     loaded = json.loads(to_json(run_report))
     del loaded["totals"]
-    assert {**loaded["settings"], "include": (), "exclude": ()} == run_report.settings
+    empty = {"include": (), "exclude": (), "overrides": (), "serve": ()}
+    assert {**loaded["settings"], **empty} == run_report.settings
     back = RunReport(
         **{
             **loaded,

@@ -66,6 +66,13 @@ def test_a_plan_gives_each_servers_verdict_reason_and_basis(plan):
         assert re.search(rf"{verdict.opens} +{verdict.basis} +{re.escape(verdict.reason[:20])}", line)
 
 
+def test_a_plan_gives_the_tensor_parallel_size_of_clients_that_have_one(plan):
+    servers = (replace(plan.servers[0], reason="", tensor_parallel=8), *plan.servers[1:])
+    text = shown(render_plan(replace(plan, servers=servers)))
+    assert line_with(text, "vLLM").rstrip().endswith("measured    tensor parallel up to 8")
+    assert text.count("tensor parallel up to") == 1
+
+
 def test_a_run_shows_its_key_figures(run_report):
     text = shown(render_run(run_report, Path("out/small")))
     for fact in (

@@ -2,7 +2,7 @@
 
 The model runs with stand-ins for its blocks. A stand-in notes its arguments and hands the hidden state on unchanged, so
 everything that is not the hidden state (masks, rotary tables, whatever a layer type needs) is recorded exactly as the
-model passes it, per block; the last stand-in ends the pass, so that the head never runs.
+model passes it, per block; the last stand-in ends the pass, so that the head does not run.
 """
 
 from collections import deque
@@ -80,13 +80,17 @@ class _PreludeDone(Exception):
     """The last block has been reached."""
 
 
-class _StandIn(nn.Module):
-    """Takes a block's place, notes what it is called with, passes the hidden state on."""
+OnCall = Callable[[int, Tensor, BlockArguments], Tensor]
+"""Told of a call of the block with this index; gives the hidden state that it is to return."""
 
-    def __init__(self, block: nn.Module, returns_tuple: bool, calls: list[tuple[Tensor, BlockArguments]], last: bool):
+
+class _StandIn(nn.Module):
+    """Takes a block's place: whoever is told of its calls says what it returns."""
+
+    def __init__(self, block: nn.Module, index: int, returns_tuple: bool, on_call: OnCall):
         super().__init__()
         self._block = [block]  # in a list, so that it is not registered as a submodule
-        self._returns_tuple, self._calls, self._last = returns_tuple, calls, last
+        self._index, self._returns_tuple, self._on_call = index, returns_tuple, on_call
 
     def __getattr__(self, name: str) -> Any:
         """Attributes that the model reads off its blocks, such as a layer's attention type."""
@@ -101,10 +105,8 @@ class _StandIn(nn.Module):
         if not isinstance(hidden, Tensor):
             raise CaptureError(f"block {type(self._block[0]).__name__} is not called with a hidden state")
         rest = args if by_keyword else args[1:]
-        self._calls.append((hidden, BlockArguments(rest, dict(kwargs), by_keyword)))
-        if self._last:
-            raise _PreludeDone
-        return (hidden,) if self._returns_tuple else hidden
+        result = self._on_call(self._index, hidden, BlockArguments(rest, dict(kwargs), by_keyword))
+        return (result,) if self._returns_tuple else result
 
 
 def record_arguments(
@@ -128,7 +130,14 @@ def record_arguments(
     """
     calls: list[tuple[Tensor, BlockArguments]] = []
     states, interned = [], _Interned()
-    with _stand_ins(model, blocks, returns_tuple, calls), torch.no_grad():
+
+    def note(index: int, hidden: Tensor, arguments: BlockArguments) -> Tensor:
+        calls.append((hidden, arguments))
+        if index == len(blocks) - 1:
+            raise _PreludeDone
+        return hidden
+
+    with stand_ins(model, blocks, returns_tuple, note), torch.no_grad():
         for batch in batches:
             calls.clear()
             with suppress(_PreludeDone):
@@ -174,13 +183,14 @@ class _Interned:
 
 
 @contextmanager
-def _stand_ins(
-    model: nn.Module, blocks: Sequence[str], returns_tuple: Sequence[bool], calls: list[tuple[Tensor, BlockArguments]]
+def stand_ins(
+    model: nn.Module, blocks: Sequence[str], returns_tuple: Sequence[bool], on_call: OnCall
 ) -> Iterator[None]:
+    """Inside, the model runs without its blocks: `on_call` is asked in their place."""
     originals = {name: model.get_submodule(name) for name in blocks}
     try:
         for index, (name, block) in enumerate(originals.items()):
-            model.set_submodule(name, _StandIn(block, returns_tuple[index], calls, index == len(originals) - 1))
+            model.set_submodule(name, _StandIn(block, index, returns_tuple[index], on_call))
         yield
     finally:
         for name, block in originals.items():

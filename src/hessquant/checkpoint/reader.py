@@ -9,7 +9,7 @@ from io import BufferedReader
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from threading import Lock
 from types import MappingProxyType, TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from safetensors import safe_open
@@ -30,6 +30,21 @@ from hessquant.records import TensorInfo
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
+
+
+class TensorSource(Protocol):
+    """What a checkpoint is written from: tensors that are known by name and read one by one, and a config."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every tensor by name."""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The content of its `config.json`."""
+
+    def read(self, name: str) -> Tensor:
+        """Read one tensor, as stored."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +146,7 @@ class CheckpointReader:
             raise SourceError(f"{directory}: {inventory.faults[0]}{more}")
         self.directory = directory
         self.tensors: Mapping[str, TensorInfo] = inventory.tensors
-        self.config = read_json(directory / CONFIG_FILE) if config is None else dict(config)
+        self.config: Mapping[str, Any] = read_json(directory / CONFIG_FILE) if config is None else dict(config)
         self._files = ShardFiles(directory)
 
     def read(self, name: str) -> Tensor:

@@ -8,9 +8,9 @@ import torch
 
 from hessquant.checkpoint.decode import decode_module, quantization_of
 from hessquant.checkpoint.header import read_json
-from hessquant.checkpoint.reader import CheckpointReader
+from hessquant.checkpoint.reader import CheckpointReader, TensorSource
 from hessquant.checkpoint.shards import raw_bytes
-from hessquant.checkpoint.writer import QUANTIZATION_FILE
+from hessquant.checkpoint.writer import QUANTIZATION_FILE, model_config
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError, SourceError, VerificationError
 from hessquant.formats.dialect import module_of, settings_of
@@ -22,7 +22,7 @@ def verify(
     out: Path,
     config: Mapping[str, Any],
     quantized: Mapping[str, QuantizedWeight],
-    source: CheckpointReader,
+    source: TensorSource,
     plan: Plan,
 ) -> int:
     """Check that a written checkpoint decodes to exactly what was solved, and holds nothing else.
@@ -43,7 +43,7 @@ def verify(
     try:
         with CheckpointReader(out, config) as written:
             _check_inventory(written, source, plan)
-            _check_config(out, written, source)
+            _check_config(out, written, source, plan)
             _check_untouched(written, source, plan)
             return _check_quantized(written, quantized, plan)
     except VerificationError:
@@ -52,11 +52,11 @@ def verify(
         raise VerificationError(f"what was written cannot be read back: {error}") from error
 
 
-def _check_inventory(written: CheckpointReader, source: CheckpointReader, plan: Plan) -> None:
+def _check_inventory(written: CheckpointReader, source: TensorSource, plan: Plan) -> None:
     dialect = dialect_of(quantization_of(written.config) or {})
     expected = set(source.tensors)
     for target in plan.targets:
-        expected.remove(target.name)
+        expected.discard(target.name)
         names = dialect.part_names(module_of(target.name))
         expected.update(names[part] for part in dialect.layout(target.rows, target.columns, settings_of(target)))
     missing, surplus = expected - set(written.tensors), set(written.tensors) - expected
@@ -66,17 +66,17 @@ def _check_inventory(written: CheckpointReader, source: CheckpointReader, plan: 
         raise VerificationError(f"{min(surplus)} was written, but nothing asked for it ({len(surplus)} such tensors)")
 
 
-def _check_config(out: Path, written: CheckpointReader, source: CheckpointReader) -> None:
+def _check_config(out: Path, written: CheckpointReader, source: TensorSource, plan: Plan) -> None:
     described = quantization_of(written.config)
     if described is None:
         raise VerificationError("config.json does not describe the quantization")
     if described.get("quant_method") == "gptq" and read_json(out / QUANTIZATION_FILE) != described:
         raise VerificationError(f"{QUANTIZATION_FILE} and config.json describe the quantization differently")
-    if written.config != {**source.config, "quantization_config": described}:
+    if written.config != {**model_config(source, plan), "quantization_config": described}:
         raise VerificationError("config.json differs from the source's in more than quantization_config")
 
 
-def _check_untouched(written: CheckpointReader, source: CheckpointReader, plan: Plan) -> None:
+def _check_untouched(written: CheckpointReader, source: TensorSource, plan: Plan) -> None:
     targets = {target.name for target in plan.targets}
     for name, info in source.tensors.items():
         if name in targets:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from hessquant.checkpoint.header import DTYPE_BYTES
-from hessquant.checkpoint.reader import CONFIG_FILE, INDEX_FILE, CheckpointReader
+from hessquant.checkpoint.reader import CONFIG_FILE, INDEX_FILE, TensorSource
 from hessquant.checkpoint.shards import Unit, plan_shards, write_shard
 from hessquant.config import Config
 from hessquant.core.grid import QuantizedWeight
@@ -76,12 +76,14 @@ def _mark(out: Path) -> str | None:
 
 def write_checkpoint(
     out: Path,
-    source: CheckpointReader,
+    source: TensorSource,
     source_directory: Path,
     plan: Plan,
-    config: Config,
     quantized: Mapping[str, QuantizedWeight],
+    output: Config,
     *,
+    solved_with: Config | None,
+    reports: Collection[str],
     run: str,
     version: str,
 ) -> dict[str, Any]:
@@ -97,8 +99,10 @@ def write_checkpoint(
         source: The checkpoint that the untouched tensors and the config come from.
         source_directory: Directory whose other files (tokenizer, chat template, code ...) are copied.
         plan: What was decided.
-        config: Settings of the run.
         quantized: Weight per target name.
+        output: Says the format and the size of its files.
+        solved_with: Settings that the weights were solved with; None = not known.
+        reports: Names of files that are written anew, not copied.
         run: The run's identity; the directory carries it until it is complete.
         version: Version to sign the checkpoint with.
 
@@ -109,11 +113,11 @@ def write_checkpoint(
         CheckpointError: If a weight has no place in the format, or the disk is full or fails.
     """
     targets = {target.name: target for target in plan.targets}
-    dialect = DIALECTS[config.format]
+    dialect = DIALECTS[output.format]
     _check_targets(targets, source, quantized, dialect)
     variant = dialect.choose_variant(quantized[target.name] for target in plan.targets if not target.symmetric)
-    described = dialect.describe(plan, config, variant, version)
-    shards = plan_shards(_units(source, targets, dialect), config.shard_bytes)
+    described = dialect.describe(plan, solved_with, variant, version)
+    shards = plan_shards(_units(source, targets, dialect), output.shard_bytes)
 
     def make(unit: Unit) -> dict[str, Tensor]:
         if unit.source in targets:
@@ -132,12 +136,23 @@ def write_checkpoint(
         withdraw(out)
         for file, units in shards.items():
             write_shard(out / file, units, make)
-        _copy_sidecars(source_directory, out)
-        if config.format == "gptq":
+        _copy_sidecars(source_directory, out, reports)
+        if output.format == "gptq":
             _write_json(out / QUANTIZATION_FILE, described)
         if len(shards) > 1:
             _write_json(out / INDEX_FILE, _index(shards))
-    return {**source.config, "quantization_config": described}
+    return {**model_config(source, plan), "quantization_config": described}
+
+
+def model_config(source: TensorSource, plan: Plan) -> dict[str, Any]:
+    """What `config.json` will say of the model: the source's, untied where the head gets a weight of its own."""
+    return _untied(source.config) if plan.unties_head else dict(source.config)
+
+
+def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
+    inner = {name: _untied(value) for name, value in config.items() if name == "text_config"}
+    # Stated even where it was not: some classes tie by default.
+    return {**config, **inner, "tie_word_embeddings": False}
 
 
 def refuse_sidecars(source: Path, out: Path, reports: Collection[str]) -> None:
@@ -195,13 +210,11 @@ def _writing(path: Path) -> Iterator[None]:
 
 def _check_targets(
     targets: Mapping[str, Target],
-    source: CheckpointReader,
+    source: TensorSource,
     quantized: Mapping[str, QuantizedWeight],
     dialect: Dialect,
 ) -> None:
     for name, target in targets.items():
-        if name not in source.tensors:
-            raise CheckpointError(f"{name}: planned as a target, but the source has no such tensor")
         if name not in quantized:
             raise CheckpointError(f"{name}: planned as a target, but there is no quantized weight for it")
         fault = dialect.target_fault(target.rows, target.columns, settings_of(target))
@@ -209,11 +222,12 @@ def _check_targets(
             raise CheckpointError(f"{name}: {fault}")
 
 
-def _units(source: CheckpointReader, targets: Mapping[str, Target], dialect: Dialect) -> Iterator[Unit]:
-    for name, info in source.tensors.items():
+def _units(source: TensorSource, targets: Mapping[str, Target], dialect: Dialect) -> Iterator[Unit]:
+    # Targets without a tensor of their own, last: a head that was tied to the embedding.
+    for name in dict.fromkeys([*source.tensors, *targets]):
         target = targets.get(name)
         if target is None:
-            yield Unit(name, (info,))
+            yield Unit(name, (source.tensors[name],))
             continue
         names = dialect.part_names(module_of(name))
         layout = dialect.layout(target.rows, target.columns, settings_of(target))
@@ -237,9 +251,11 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
         stream.write((json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
 
 
-def _copy_sidecars(source: Path, out: Path) -> None:
+def _copy_sidecars(source: Path, out: Path, reports: Collection[str]) -> None:
     """Copy every file that is neither weights, nor hidden, nor written anew."""
     for path in _sidecars(source, out.resolve()):
+        if str(path.relative_to(source)) in reports:
+            continue
         with path.open("rb") as original, replacing(out / path.relative_to(source)) as copy:
             shutil.copyfileobj(original, copy)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from hessquant.core.grid import Grid, GridSpec, QuantizedWeight
 from hessquant.errors import CheckpointError
 from hessquant.formats.bits import WORD, pack_lines, unpack_lines
-from hessquant.formats.dialect import Layout, ModuleSettings, layout_of
+from hessquant.formats.dialect import Layout, ModuleSettings, half_scales, layout_of
 
 BITS = (4, 8)
 """Code widths that readers of the format know."""
@@ -75,7 +75,7 @@ def pack(weight: QuantizedWeight, _variant: str) -> dict[str, Tensor]:
     zeros = weight.grid.zeros.cpu()
     parts = {
         "weight_packed": pack_lines(weight.codes.cpu().T, spec.bits).T.contiguous(),
-        "weight_scale": weight.grid.scales.cpu().contiguous(),
+        "weight_scale": half_scales(weight.grid.scales).contiguous(),
         "weight_shape": torch.tensor([rows, columns]),
     }
     if not spec.symmetric:

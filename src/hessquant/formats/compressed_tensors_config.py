@@ -11,7 +11,9 @@ from hessquant.formats.dialect import (
     LARGEST_GROUP,
     ModuleSettings,
     Settings,
+    common_settings,
     compiled,
+    head_of,
     module_of,
     settings_of,
     skipped_modules,
@@ -21,7 +23,7 @@ from hessquant.records import Plan
 _METHOD = "compressed-tensors"
 
 
-def describe(plan: Plan, config: Config, variant: str, version: str) -> dict[str, Any]:
+def describe(plan: Plan, config: Config | None, variant: str, version: str) -> dict[str, Any]:
     """Describe exactly what a checkpoint written after `plan` holds.
 
     The settings of most modules are those of the class Linear; modules with others are a group of their own, by name.
@@ -29,10 +31,13 @@ def describe(plan: Plan, config: Config, variant: str, version: str) -> dict[str
     by_settings: dict[ModuleSettings, list[str]] = {}
     for target in plan.targets:
         by_settings.setdefault(settings_of(target), []).append(module_of(target.name))
-    common = max(by_settings, key=lambda settings: len(by_settings[settings]))
+    common = common_settings(plan)
     # A module takes the first group that names it, so the general one comes last.
     groups = [(by_settings[settings], settings) for settings in by_settings if settings != common]
-    groups.append((["Linear"], common))
+    # The head is no Linear to every server, so it is named.
+    head = head_of(plan)
+    named = [head] if head is not None and head in by_settings[common] else []
+    groups.append((["Linear", *named], common))
     return {
         "quant_method": _METHOD,
         "format": variant,
@@ -80,7 +85,7 @@ def read_settings(described: Mapping[str, Any]) -> Settings:
     return Settings(VARIANT, module)
 
 
-def _weights(settings: ModuleSettings, config: Config) -> dict[str, Any]:
+def _weights(settings: ModuleSettings, config: Config | None) -> dict[str, Any]:
     return {
         "num_bits": settings.bits,
         "type": "int",
@@ -89,7 +94,7 @@ def _weights(settings: ModuleSettings, config: Config) -> dict[str, Any]:
         "group_size": None if settings.group_size == -1 else settings.group_size,
         "block_structure": None,
         "dynamic": False,
-        "actorder": "static" if config.order == "activation" else None,
+        "actorder": "static" if config is not None and config.order == "activation" else None,
         "observer": "minmax",
         "observer_kwargs": {},
     }
@@ -106,7 +111,7 @@ def _outside_the_blocks(plan: Plan) -> list[str]:
         and tensor.reason != "embedding"
         and not tensor.name.startswith(blocks)
     ]
-    return list(dict.fromkeys([*names, "lm_head"]))
+    return list(dict.fromkeys([*names, *(["lm_head"] if head_of(plan) is None else [])]))
 
 
 def _names(group: Any, key: str) -> list[str]:

@@ -6,6 +6,7 @@ the config as it reads back, so that the two cannot disagree.
 
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,15 @@ class ModuleSettings:
 
 
 @dataclass(frozen=True)
+class PackedWeight:
+    """A quantized weight as a checkpoint has it: its shape, and how it is quantized."""
+
+    rows: int
+    columns: int
+    settings: ModuleSettings
+
+
+@dataclass(frozen=True)
 class Settings:
     """What a `quantization_config` says.
 
@@ -71,7 +81,8 @@ class Dialect:
         target_fault: Why a weight of (rows, columns) has no form in it, in one sentence; None if it has one.
         layout: Parts of a weight that has no such fault.
         choose_variant: The most widely read variant that holds these weights.
-        describe: The `quantization_config` for a plan, a variant and a version of Hessquant.
+        describe: The `quantization_config` for a plan, the config it was solved with (None = not known), a variant
+            and a version of Hessquant.
         read_settings: Anybody's `quantization_config`, read. Raises SourceError where it says nothing that is known.
         pack: The parts of a weight, on the CPU. Raises CheckpointError if it has no place in the variant.
         layout_fault: What is wrong with the parts of one weight as found in a checkpoint; None if nothing is.
@@ -87,7 +98,7 @@ class Dialect:
     target_fault: Callable[[int, int, ModuleSettings], str | None]
     layout: Callable[[int, int, ModuleSettings], Layout]
     choose_variant: Callable[[Iterable[QuantizedWeight]], str]
-    describe: Callable[[Plan, Config, str, str], dict[str, Any]]
+    describe: Callable[[Plan, Config | None, str, str], dict[str, Any]]
     read_settings: Callable[[Mapping[str, Any]], Settings]
     pack: Callable[[QuantizedWeight, str], dict[str, Tensor]]
     layout_fault: Callable[[Layout, ModuleSettings], str | None]
@@ -125,9 +136,36 @@ def layout_of(parts: Mapping[str, Tensor]) -> Layout:
     return {part: (_DTYPES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape)) for part, tensor in parts.items()}
 
 
+def half_scales(scales: Tensor) -> Tensor:
+    """Scales as float16, on the CPU.
+
+    Raises:
+        CheckpointError: If float16 does not hold them exactly.
+    """
+    half = scales.cpu().to(torch.float16)
+    if not torch.equal(half.to(torch.float64), scales.cpu().to(torch.float64)):
+        raise CheckpointError(f"its scales, in {str(scales.dtype).removeprefix('torch.')}, are not exact in float16")
+    return half
+
+
 def settings_of(target: Target) -> ModuleSettings:
     """What a plan says of one weight."""
     return ModuleSettings(target.bits, target.group_size, target.symmetric)
+
+
+def block_of(target: Target, plan: Plan) -> str:
+    """Module name of the block that holds a target; empty for the head, which is in none."""
+    return plan.blocks[target.block] if target.block < len(plan.blocks) else ""
+
+
+def head_of(plan: Plan) -> str | None:
+    """Module name of the head, if it is a target."""
+    return next((module_of(target.name) for target in plan.targets if not block_of(target, plan)), None)
+
+
+def common_settings(plan: Plan) -> ModuleSettings:
+    """The settings that most of a plan's targets have."""
+    return Counter(map(settings_of, plan.targets)).most_common(1)[0][0]
 
 
 def skipped_modules(plan: Plan) -> list[str]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from hessquant.core.grid import Grid, GridSpec, QuantizedWeight
 from hessquant.errors import CheckpointError
 from hessquant.formats.bits import WORD, pack_lines, unpack_lines
-from hessquant.formats.dialect import Layout, ModuleSettings, layout_of
+from hessquant.formats.dialect import Layout, ModuleSettings, half_scales, layout_of
 
 CheckpointFormat = Literal["gptq", "gptq_v2"]
 
@@ -106,8 +106,6 @@ def pack(weight: QuantizedWeight, checkpoint_format: str) -> dict[str, Tensor]:
     fault = target_fault(rows, columns, ModuleSettings(spec.bits, spec.group_size, spec.symmetric))
     if fault:
         raise CheckpointError(fault)
-    if weight.grid.scales.dtype != torch.float16:
-        raise CheckpointError(f"scales are {weight.grid.scales.dtype}; the GPTQ format stores float16")
     zeros = weight.grid.zeros.cpu()
     if checkpoint_format == "gptq":
         if bool((zeros == 0).any()):
@@ -117,7 +115,7 @@ def pack(weight: QuantizedWeight, checkpoint_format: str) -> dict[str, Tensor]:
     return {
         "qweight": pack_lines(weight.codes.cpu().T, spec.bits).contiguous(),
         "qzeros": pack_lines(zeros, spec.bits).T.contiguous(),
-        "scales": weight.grid.scales.cpu().T.contiguous(),
+        "scales": half_scales(weight.grid.scales).T.contiguous(),
         "g_idx": (torch.arange(columns) // width).to(torch.int32),
     }
 

@@ -5,47 +5,60 @@ from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 from hessquant.config import Config
-from hessquant.errors import CheckpointError, SourceError
-from hessquant.formats.dialect import LARGEST_GROUP, ModuleSettings, Settings, compiled, module_of, skipped_modules
+from hessquant.errors import SourceError
+from hessquant.formats.dialect import (
+    LARGEST_GROUP,
+    ModuleSettings,
+    Settings,
+    block_of,
+    common_settings,
+    compiled,
+    head_of,
+    module_of,
+    settings_of,
+    skipped_modules,
+)
 from hessquant.formats.gptq import BITS, CheckpointFormat
 from hessquant.records import Plan, Target
 
+FUSED_MODULES = (
+    ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    ("gate_up_proj", ("gate_proj", "up_proj")),
+    ("fused_qkv_a_proj", ("q_a_proj", "kv_a_proj_with_mqa")),
+    ("in_proj_qkvz", ("in_proj_qkv", "in_proj_z")),
+    ("in_proj_ba", ("in_proj_b", "in_proj_a")),
+    ("w13", ("w1", "w3")),
+)
+"""What vLLM 0.32 calls modules that it fuses, and their parts (`packed_modules_mapping` of its models)."""
 
-def describe(plan: Plan, config: Config, checkpoint_format: str, version: str) -> dict[str, Any]:
-    """Describe exactly what a checkpoint written after `plan` holds; no paths, no calibration text.
 
-    Raises:
-        CheckpointError: If the plan's targets do not all have the one setting that the config states.
-    """
-    stated = (config.bits, plan.group_size, config.symmetric)
-    for target in plan.targets:
-        if (target.bits, target.group_size, target.symmetric) != stated:
-            raise CheckpointError(
-                f"{target.name}: planned with (bits, group size, symmetric) "
-                f"{(target.bits, target.group_size, target.symmetric)}, but the config states {stated}"
-            )
+def describe(plan: Plan, config: Config | None, checkpoint_format: str, version: str) -> dict[str, Any]:
+    """Describe exactly what a checkpoint written after `plan` holds; no paths, no calibration text."""
+    common = common_settings(plan)
     described: dict[str, Any] = {
         "quant_method": "gptq",
-        "bits": config.bits,
-        "group_size": plan.group_size,
+        "bits": common.bits,
+        "group_size": common.group_size,
         # The columns' order is undone before packing, so no reader has to know it.
         "desc_act": False,
-        "sym": config.symmetric,
-        "lm_head": False,
+        "sym": common.symmetric,
+        "lm_head": head_of(plan) is not None,
         "checkpoint_format": checkpoint_format,
         "pack_dtype": "int32",
         "true_sequential": True,
-        "damp_percent": config.damping,
-        "static_groups": config.scales == "static",
         "meta": {"quantizer": [f"hessquant:{version}"]},
     }
-    if not 0 < config.damping < 1:
+    if config is not None:
+        described["static_groups"] = config.scales == "static"
         # transformers refuses to open a checkpoint with damp_percent 0 or 1; the report states it anyway.
-        del described["damp_percent"]
+        if 0 < config.damping < 1:
+            described["damp_percent"] = config.damping
     skipped = skipped_modules(plan)
+    # vLLM and GPTQModel read `dynamic`, optimum (for transformers) only the other; vLLM reads both.
+    dynamic: dict[str, Any] = {f"-:^{re.escape(module)}$": {} for module in skipped} | _overrides(plan, common)
+    if dynamic:
+        described["dynamic"] = dynamic
     if skipped:
-        # vLLM and GPTQModel read the first, optimum (for transformers) only the second; vLLM reads both.
-        described["dynamic"] = {f"-:^{re.escape(module)}$": {} for module in skipped}
         described["modules_in_block_to_quantize"] = _quantized_names(plan, skipped)
     return described
 
@@ -91,6 +104,52 @@ def _module_settings(values: Mapping[str, Any], where: str) -> ModuleSettings:
     return ModuleSettings(bits, group_size, bool(symmetric))
 
 
+def _overrides(plan: Plan, common: ModuleSettings) -> dict[str, dict[str, Any]]:
+    """Entries of `dynamic` for the modules with other settings than most; one per module name, for all its blocks."""
+    blocks: dict[tuple[str, ModuleSettings], list[str]] = {}
+    for target in plan.targets:
+        block = block_of(target, plan)
+        if settings_of(target) != common:
+            relative = module_of(target.name).removeprefix(f"{block}.")
+            blocks.setdefault((relative, settings_of(target)), []).append(block)
+    return {
+        _pattern(relative, members): _differences(settings, common) for (relative, settings), members in blocks.items()
+    } | _fused_overrides(blocks, common)
+
+
+def _fused_overrides(
+    blocks: Mapping[tuple[str, ModuleSettings], list[str]], common: ModuleSettings
+) -> dict[str, dict[str, Any]]:
+    """Entries for the names that servers give to modules which they fuse: they look those up, not the parts' names."""
+    entries = {}
+    for (relative, settings), members in blocks.items():
+        owner, _, leaf = relative.rpartition(".")
+        for fused, parts in FUSED_MODULES:
+            siblings = [f"{owner}.{part}" if owner else part for part in parts]
+            if leaf == parts[0] and all(blocks.get((sibling, settings)) == members for sibling in siblings):
+                name = f"{owner}.{fused}" if owner else fused
+                entries[_pattern(name, members)] = _differences(settings, common)
+    return entries
+
+
+def _pattern(relative: str, blocks: list[str]) -> str:
+    """Matches one module name in these blocks, such as mlp.down_proj in model.layers.0 and model.layers.1."""
+    if blocks == [""]:
+        return f"+:^{re.escape(relative)}$"
+    numbers: dict[str, list[str]] = {}
+    for block in blocks:
+        stem, _, number = block.rpartition(".")
+        numbers.setdefault(stem, []).append(number)
+    names = (f"{re.escape(stem)}\\.(?:{'|'.join(found)})" for stem, found in numbers.items())
+    return f"+:^(?:{'|'.join(names)})\\.{re.escape(relative)}$"
+
+
+def _differences(settings: ModuleSettings, common: ModuleSettings) -> dict[str, Any]:
+    stated = {"bits": settings.bits, "group_size": settings.group_size, "sym": settings.symmetric}
+    usual = {"bits": common.bits, "group_size": common.group_size, "sym": common.symmetric}
+    return {name: value for name, value in stated.items() if value != usual[name]}
+
+
 def _quantized_names(plan: Plan, skipped: list[str]) -> list[list[str]]:
     """Names of the quantized modules, those that share inputs together.
 
@@ -99,7 +158,7 @@ def _quantized_names(plan: Plan, skipped: list[str]) -> list[list[str]]:
     block and not in another; then only full names say which block is meant.
     """
     full = _by_input(plan.targets)
-    prefixes = {target.name: f"{plan.blocks[target.block]}." for target in plan.targets}
+    prefixes = {target.name: f"{block_of(target, plan)}." for target in plan.targets}
     relative = [[name.removeprefix(prefixes[f"{name}.weight"]) for name in group] for group in full]
     if any(name in module for group in relative for name in group for module in skipped):
         return full

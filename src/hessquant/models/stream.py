@@ -75,15 +75,19 @@ class StreamedModel:
         return [key for key in self.model.state_dict() if key.startswith(f"{block}.")]
 
     def prelude_keys(self, blocks: Sequence[str]) -> list[str]:
-        """State-dict keys of what runs outside the blocks, but for a head of its own, which never runs here."""
-        prefixes = tuple(f"{block}." for block in blocks)
+        """State-dict keys of what runs outside the blocks, but for a head of its own."""
         head = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
         own_head = {
             key
             for key, parameter in self._meta.items()
             if head is not None and parameter is head.weight and len(self._aliases[id(parameter)]) == 1
         }
-        return [key for key in self.model.state_dict() if not key.startswith(prefixes) and key not in own_head]
+        return [key for key in self.outside_keys(blocks) if key not in own_head]
+
+    def outside_keys(self, blocks: Sequence[str]) -> list[str]:
+        """State-dict keys of everything outside the blocks."""
+        prefixes = tuple(f"{block}." for block in blocks)
+        return [key for key in self.model.state_dict() if not key.startswith(prefixes)]
 
     @contextmanager
     def in_memory(self, keys: Collection[str]) -> Iterator[dict[str, nn.Parameter]]:

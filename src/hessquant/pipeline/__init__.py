@@ -1,4 +1,4 @@
-"""The order of the stages, and nothing else: plan, quantize, evaluate, inspect."""
+"""The order of the stages, and nothing else: plan, quantize, export, evaluate, inspect."""
 
 from pathlib import Path
 
@@ -7,11 +7,12 @@ from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.config import Config
 from hessquant.models.source import resolve
 from hessquant.pipeline.evaluating import evaluate
+from hessquant.pipeline.exporting import export
 from hessquant.pipeline.quantizing import quantize
 from hessquant.planning import plan as planning
 from hessquant.records import Inspection, Plan
 
-__all__ = ["evaluate", "inspect", "make_plan", "quantize"]
+__all__ = ["evaluate", "export", "inspect", "make_plan", "quantize"]
 
 
 def make_plan(model: str, config: Config | None = None) -> Plan:

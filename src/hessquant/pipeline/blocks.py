@@ -7,10 +7,11 @@ from hessquant.calibration.activations import ActivationStore
 from hessquant.calibration.batches import batches_of
 from hessquant.calibration.collect import Stop
 from hessquant.calibration.forward_once import run_block_once
+from hessquant.calibration.head import run_head
 from hessquant.calibration.passes import replay_block, run_block_in_passes
 from hessquant.calibration.prelude import BatchState, record_arguments
 from hessquant.config import Config
-from hessquant.models.probe import probe
+from hessquant.models.probe import Probe, probe
 from hessquant.models.source import ModelSource, load_config
 from hessquant.models.stream import StreamedModel
 from hessquant.planning.size import TOKENS_PER_BATCH, activation_budget, choose_capture
@@ -63,38 +64,46 @@ def quantize_blocks(
     """
     budget = activation_budget(config)
     activations = ActivationStore(budget, store.directory)
-    batches = _record(streamed, source, plan, windows, config, activations, progress)
-    tokens = sum(batch.hidden.shape[:-1].numel() for batch in batches)
-    capture = choose_capture(batches[0].hidden.shape[-1], plan.targets, tokens, config, budget)
+    model_config = load_config(source, trust_remote_code=config.trust_remote_code)
+    seen = probe(source, model_config, trust_remote_code=config.trust_remote_code)
+    tokens = sum(len(window.ids) for window in windows)
+    inside = [target for target in plan.targets if target.block < len(plan.blocks)]
+    capture = choose_capture(seen.hidden_size, inside, tokens, config, budget)
+    # A head that is quantized comes after the blocks, and is kept as if it were one.
+    kept = [store.read(index) for index in range(len(plan.blocks) + (len(inside) < len(plan.targets)))]
+    # Finished blocks are replayed for the sake of those after them, and for nothing else.
+    last_unfinished = max((index for index, block in enumerate(kept) if block is None), default=-1)
+    batches: list[BatchState] = []
+    if last_unfinished >= 0:
+        batches = _record(streamed, plan, seen, windows, activations, progress)
     progress.stage("quantize", len(plan.targets))
     records: list[LayerRecord] = []
-    forwards, resumed = 0.0, 0
-    for index in range(len(plan.blocks)):
-        block = store.read(index)
-        if block is not None:
-            resumed += 1
-            _announce(block.records, progress)
-            if index < len(plan.blocks) - 1:
-                forwards += _replay(streamed, index, plan, batches, store)
-        else:
+    forwards = 0.0
+    for index, finished in enumerate(kept):
+        if finished is None and index == len(plan.blocks):
+            block = _quantize_head(streamed, plan, seen, windows, batches, config, store, progress)
+        elif finished is None:
             block = _quantize_block(streamed, index, plan, batches, config, capture, store, progress)
+        else:
+            block = finished
+            _announce(block.records, progress)
+            if index < last_unfinished:
+                forwards += _replay(streamed, index, plan, batches, store)
         records.extend(block.records)
         forwards += block.forwards
+    resumed = len(kept) - kept.count(None)
     return Outcome(tuple(records), capture, forwards / len(plan.blocks), resumed, activations.mapped_bytes)
 
 
 def _record(
     streamed: StreamedModel,
-    source: ModelSource,
     plan: Plan,
+    seen: Probe,
     windows: tuple[TokenWindow, ...],
-    config: Config,
     activations: ActivationStore,
     progress: Progress,
 ) -> list[BatchState]:
     progress.stage("record", 1)
-    model_config = load_config(source, trust_remote_code=config.trust_remote_code)
-    seen = probe(source, model_config, trust_remote_code=config.trust_remote_code)
     with streamed.in_memory(streamed.prelude_keys(plan.blocks)):
         batches = record_arguments(
             streamed.model, plan.blocks, seen.returns_tuple, batches_of(windows, TOKENS_PER_BATCH), activations.keep
@@ -113,11 +122,8 @@ def _quantize_block(
     store: RunStore,
     progress: Progress,
 ) -> FinishedBlock:
-    def on_layer(record: LayerRecord) -> None:
-        _announce((record,), progress)
-
     targets = [target for target in plan.targets if target.block == index]
-    solver = TargetSolver({target.name: target for target in targets}, config, on_layer)
+    solver = _solver(targets, config, progress)
     run_block = run_block_once if capture == "once" else run_block_in_passes
     name = plan.blocks[index]
     with streamed.in_memory(streamed.block_keys(name)) as parameters:
@@ -132,6 +138,40 @@ def _quantize_block(
     block = FinishedBlock(tuple(solver.records), forwards)
     store.write(index, solver.quantized, block)
     return block
+
+
+def _quantize_head(
+    streamed: StreamedModel,
+    plan: Plan,
+    seen: Probe,
+    windows: tuple[TokenWindow, ...],
+    batches: list[BatchState],
+    config: Config,
+    store: RunStore,
+    progress: Progress,
+) -> FinishedBlock:
+    targets = [target for target in plan.targets if target.block == len(plan.blocks)]
+    solver = _solver(targets, config, progress)
+    with streamed.in_memory(streamed.outside_keys(plan.blocks)) as parameters:
+        run_head(
+            streamed.model,
+            plan.blocks,
+            seen.returns_tuple,
+            batches_of(windows, TOKENS_PER_BATCH),
+            batches,
+            {target.name: parameters[target.name] for target in targets},
+            lambda members, statistics: solver.solve(parameters, members, statistics),
+        )
+    block = FinishedBlock(tuple(solver.records), 0.0)
+    store.write(len(plan.blocks), solver.quantized, block)
+    return block
+
+
+def _solver(targets: list[Target], config: Config, progress: Progress) -> TargetSolver:
+    def on_layer(record: LayerRecord) -> None:
+        _announce((record,), progress)
+
+    return TargetSolver({target.name: target for target in targets}, config, on_layer)
 
 
 def _replay(streamed: StreamedModel, index: int, plan: Plan, batches: list[BatchState], store: RunStore) -> int:

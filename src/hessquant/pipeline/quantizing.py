@@ -1,6 +1,5 @@
 """Quantizing: source -> plan -> windows -> blocks -> checkpoint -> verification -> report."""
 
-import hashlib
 import json
 import platform
 import time
@@ -15,35 +14,29 @@ import transformers
 from hessquant import __version__
 from hessquant.checkpoint.audit import audit
 from hessquant.checkpoint.reader import CONFIG_FILE, CheckpointReader
-from hessquant.checkpoint.verify import verify
-from hessquant.checkpoint.writer import RUN_MARK, complete, refuse_output, refuse_sidecars, write_checkpoint, write_text
+from hessquant.checkpoint.writer import RUN_MARK, refuse_output, refuse_sidecars, write_text
 from hessquant.config import Config
 from hessquant.files import held_bytes
 from hessquant.memory import peak_memory
 from hessquant.models.source import resolve
 from hessquant.models.stream import StreamedModel
 from hessquant.pipeline.blocks import Outcome, quantize_blocks
+from hessquant.pipeline.progress import SILENT
+from hessquant.pipeline.publishing import digest, write_verified
 from hessquant.pipeline.windows import windows_for
 from hessquant.planning import plan as planning
-from hessquant.records import CalibrationRecord, LayerRecord, Plan, Progress, RunReport
+from hessquant.records import CalibrationRecord, Plan, Progress, RunReport
 from hessquant.report.html import PAGE_NAME, to_html
 from hessquant.report.json_report import REPORT_NAME, from_json, to_json
 from hessquant.run.heap import map_large_blocks
 from hessquant.run.solve import degradations
 from hessquant.run.store import RunStore
 
-_FREE_OF_RESULT = ("activation_memory", "capture", "trust_remote_code")
+_FREE_OF_RESULT = ("activation_memory", "capture", "serve", "trust_remote_code")
 """Settings that do not change the result, so that a run may go on with others."""
 
-
-class _Silent:
-    """Progress that nobody watches."""
-
-    def stage(self, name: str, steps: int) -> None: ...
-
-    def advance(self, detail: str) -> None: ...
-
-    def layer(self, record: LayerRecord) -> None: ...
+_OF_THE_OUTPUT = ("format", "shard_bytes")
+"""Settings that only say how the result is written, so that finished blocks serve others too."""
 
 
 def quantize(
@@ -79,7 +72,7 @@ def quantize(
         RefusedError: Before any work, if the job cannot be done as asked.
         FailedError: If it fails on the way; `out` then holds no config.json and does not pass for a checkpoint.
     """
-    config, out, progress = config or Config(), Path(out), progress or _Silent()
+    config, out, progress = config or Config(), Path(out), progress or SILENT
     clocks = time.perf_counter(), time.process_time()
     map_large_blocks()
     source = resolve(model, trust_remote_code=config.trust_remote_code)
@@ -95,8 +88,8 @@ def quantize(
         streamed = StreamedModel(source, reader.tensors, reader.read, trust_remote_code=config.trust_remote_code)
         with RunStore(Path(run_dir) if run_dir else out.with_name(f"{out.name}.run"), keep=keep_run) as store:
             identity = _identity(plan, config, calibrated, audit(reader, progress))
-            store.begin(identity)
-            run = _digest(identity)
+            store.begin({name: value for name, value in identity.items() if name not in _OF_THE_OUTPUT})
+            run = digest(identity)
             if finished is not None and finished.run == run:
                 (out / RUN_MARK).unlink(missing_ok=True)
                 return finished
@@ -105,18 +98,22 @@ def quantize(
             refuse_output(out, run, needed + min(held_bytes(out), config.shard_bytes))
             outcome = quantize_blocks(streamed, source, plan, windows, config, store, progress)
             quantized = store.weights(plan.targets)
-            progress.stage("write", 1)
-            written = write_checkpoint(
-                out, reader, source.directory, plan, config, quantized, run=run, version=__version__
+            written = write_verified(
+                out,
+                reader,
+                source.directory,
+                plan,
+                quantized,
+                config,
+                solved_with=config,
+                reports=(REPORT_NAME, PAGE_NAME),
+                run=run,
+                progress=progress,
             )
-            progress.advance(out.name)
-            progress.stage("verify", 1)
-            verified = verify(out, written, quantized, reader, plan)
-            progress.advance(out.name)
-            report = _report(run, plan, config, calibrated, outcome, verified, clocks)
+            report = _report(run, plan, config, calibrated, outcome, written.verified, clocks)
             write_text(out / REPORT_NAME, to_json(report))
             write_text(out / PAGE_NAME, to_html(report))
-            complete(out, written)
+            written.complete()
     return report
 
 
@@ -137,7 +134,7 @@ def _identity(plan: Plan, config: Config, calibrated: CalibrationRecord, source_
     return {
         "version": __version__,
         "source": source_digest,
-        "plan": _digest(planned),
+        "plan": digest(planned),
         "calibration tokens": calibrated.digest,
         **settings,
     }
@@ -146,10 +143,6 @@ def _identity(plan: Plan, config: Config, calibrated: CalibrationRecord, source_
 def _bytes_to_write(plan: Plan) -> int:
     """The checkpoint, and a byte per code in the run directory, as if both were on one disk."""
     return plan.output_bytes + sum(target.rows * target.columns for target in plan.targets)
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _report(

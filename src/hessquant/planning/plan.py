@@ -1,18 +1,22 @@
 """Making the plan: a model, its tensors' headers and the settings in; everything that will happen out."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedConfig
 
 from hessquant.config import Config
 from hessquant.errors import PlanError, SourceError
+from hessquant.formats.dialect import ModuleSettings, PackedWeight
 from hessquant.formats.dialects import DIALECTS
 from hessquant.models.probe import Probe, ProbedProduct, probe
 from hessquant.models.source import ModelSource, load_config
 from hessquant.planning.servers import verdicts
-from hessquant.planning.shapes import check_format, resolve_group_size, tensor_parallel
+from hessquant.planning.serving import refuse_unserved
+from hessquant.planning.settings import assign_settings, refuse_format
+from hessquant.planning.shapes import tensor_parallel
 from hessquant.planning.size import activation_budget, bits_per_weight, memory_bytes, packed_bytes
-from hessquant.planning.targets import select_targets
+from hessquant.planning.targets import head_product, reason_left, select_targets
 from hessquant.records import Plan, Target, TensorInfo, Untouched
 
 _FLOATING = ("F64", "F32", "BF16", "F16")
@@ -34,7 +38,8 @@ def make_plan(source: ModelSource, tensors: Mapping[str, TensorInfo], config: Co
     Raises:
         SourceError: If the model is quantized already, or its tensors disagree with its config.
         PatternError: If a pattern matches nothing.
-        GroupSizeError: If the group size does not divide a weight's inputs.
+        GroupSizeError: If a group size does not divide a weight's inputs.
+        ServeError: If a client in `config.serve` is known not to open the result.
         PlanError: If the model or the settings cannot be planned for another reason.
     """
     model_config = load_config(source, trust_remote_code=config.trust_remote_code)
@@ -42,15 +47,70 @@ def make_plan(source: ModelSource, tensors: Mapping[str, TensorInfo], config: Co
     seen = probe(source, model_config, trust_remote_code=config.trust_remote_code)
     _check_stored(source, tensors, seen)
     chosen, reasons = select_targets(seen, tensors, config)
-    _check_tensors(source, tensors, chosen)
-    group_size = resolve_group_size(chosen, seen.blocks, config)
-    check_format(chosen, seen.blocks, config, group_size)
+    _check_tensors(source, tensors, chosen, seen)
+    names = list(dict.fromkeys([*tensors, *seen.parameters]))
+    group_size, settings = assign_settings(chosen, seen.blocks, names, config)
+    targets = _targets(chosen, seen, settings)
+    memory = memory_bytes(seen, targets, config, activation_budget(config))
+    return _plan(source, model_config, seen, tensors, targets, reasons, group_size, memory, config)
 
-    targets = _targets(chosen, seen, config, group_size)
+
+def plan_export(
+    source: ModelSource, tensors: Mapping[str, TensorInfo], packed: Mapping[str, PackedWeight], config: Config
+) -> Plan:
+    """Decide how a quantized checkpoint is written in another format, and refuse what that cannot hold.
+
+    Args:
+        source: The checkpoint.
+        tensors: Its tensors by name, each packed weight as one.
+        packed: The quantized weights among them by name.
+        config: Settings of the export; only those of the output count.
+
+    Raises:
+        SourceError: If its tensors disagree with its config.
+        ServeError: If a client in `config.serve` is known not to open the result.
+        PlanError: If the model cannot be planned, or the format cannot hold a weight.
+    """
+    model_config = load_config(source, trust_remote_code=config.trust_remote_code)
+    vars(model_config).pop("quantization_config", None)
+    seen = probe(source, model_config, trust_remote_code=config.trust_remote_code)
+    _check_stored(source, {name: info for name, info in tensors.items() if name not in packed}, seen)
+    head = head_product(seen)
+    products = [*seen.products, *([] if head is None else [head])]
+    chosen = list({product.name: product for product in products if product.name in packed}.values())
+    for name, weight in packed.items():
+        shapes = [(product.rows, product.columns) for product in chosen if product.name == name]
+        if shapes != [(weight.rows, weight.columns)]:
+            raise SourceError(
+                f"{source.name}: {name} is packed as {weight.rows} x {weight.columns}, but the model multiplies "
+                + (f"it as {shapes[0][0]} x {shapes[0][1]}" if shapes else "no such weight")
+            )
+    settings = {name: weight.settings for name, weight in packed.items()}
+    refuse_format(chosen, settings, seen.blocks, config)
+    targets = _targets(chosen, seen, settings)
+    reasons = {name: reason_left(info, seen) for name, info in tensors.items() if name not in packed}
+    common = Counter(target.group_size for target in targets).most_common(1)[0][0]
+    memory = max(8 * target.rows * target.columns for target in targets)
+    return _plan(source, model_config, seen, tensors, targets, reasons, common, memory, config)
+
+
+def _plan(
+    source: ModelSource,
+    model_config: PreTrainedConfig,
+    seen: Probe,
+    tensors: Mapping[str, TensorInfo],
+    targets: tuple[Target, ...],
+    reasons: Mapping[str, str],
+    group_size: int,
+    memory: int,
+    config: Config,
+) -> Plan:
     untouched = tuple(
         Untouched(name, tensors[name].shape, tensors[name].dtype, tensors[name].bytes, reason)
         for name, reason in reasons.items()
     )
+    servers = verdicts(config.format, targets, seen.blocks)
+    refuse_unserved(config.serve, servers, config.format, targets, seen.blocks)
     source_bytes = sum(info.bytes for info in tensors.values())
     untouched_bytes = sum(tensor.bytes for tensor in untouched)
     return Plan(
@@ -59,21 +119,15 @@ def make_plan(source: ModelSource, tensors: Mapping[str, TensorInfo], config: Co
         blocks=seen.blocks,
         targets=targets,
         untouched=untouched,
+        unties_head=any(seen.parameters[target.name].same_as != target.name for target in targets),
         group_size=group_size,
         bits_per_weight=bits_per_weight(targets),
         unquantized_share=untouched_bytes / source_bytes,
         source_bytes=source_bytes,
         output_bytes=untouched_bytes + sum(packed_bytes(target, DIALECTS[config.format]) for target in targets),
-        memory_bytes=memory_bytes(seen, targets, config, activation_budget(config)),
-        tensor_parallel=tensor_parallel(chosen, config.bits, group_size),
-        servers=verdicts(
-            config.format,
-            bits=config.bits,
-            group_size=group_size,
-            symmetric=config.symmetric,
-            shapes=frozenset((target.rows, target.columns) for target in targets),
-            transposed=any(target.transposed for target in targets),
-        ),
+        memory_bytes=memory,
+        tensor_parallel=tensor_parallel(targets),
+        servers=servers,
     )
 
 
@@ -85,21 +139,23 @@ def _architecture(model_config: PreTrainedConfig, seen: Probe) -> str:
     return seen.architecture
 
 
-def _targets(chosen: Sequence[ProbedProduct], seen: Probe, config: Config, group_size: int) -> tuple[Target, ...]:
+def _targets(
+    chosen: Sequence[ProbedProduct], seen: Probe, settings: Mapping[str, ModuleSettings]
+) -> tuple[Target, ...]:
     first: dict[int, str] = {}
     targets = []
     for product in chosen:
         block = seen.parameters[product.name].block
-        assert block is not None, product.name
         targets.append(
             Target(
                 name=product.name,
-                block=block,
+                # Outside the blocks, only the head is ever chosen, and it runs after them.
+                block=len(seen.blocks) if block is None else block,
                 rows=product.rows,
                 columns=product.columns,
-                bits=config.bits,
-                group_size=group_size,
-                symmetric=config.symmetric,
+                bits=settings[product.name].bits,
+                group_size=settings[product.name].group_size,
+                symmetric=settings[product.name].symmetric,
                 transposed=product.transposed,
                 shares_input_with=first.setdefault(product.input_id, product.name),
             )
@@ -134,10 +190,12 @@ def _check_stored(source: ModelSource, tensors: Mapping[str, TensorInfo], seen: 
             )
 
 
-def _check_tensors(source: ModelSource, tensors: Mapping[str, TensorInfo], chosen: Sequence[ProbedProduct]) -> None:
+def _check_tensors(
+    source: ModelSource, tensors: Mapping[str, TensorInfo], chosen: Sequence[ProbedProduct], seen: Probe
+) -> None:
     for product in chosen:
-        info = tensors.get(product.name)
-        if info is None:
+        # A tied head may have no tensor of its own.
+        if not {product.name, seen.parameters[product.name].same_as} & tensors.keys():
             raise PlanError(
                 f"{source.name}: the checkpoint has no {product.name}, which the model class needs (it has "
                 f"{min(tensors, default='nothing')}, for example). If only the names differ, load it with "

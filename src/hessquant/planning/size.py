@@ -46,7 +46,7 @@ def suspended_bytes(hidden_size: int, targets: Iterable[Target], tokens: int) ->
     Per token, in float32: the hidden state that came in, the one that goes out, two on the way, and two rows as wide as
     the widest target.
     """
-    widest = max(max(target.rows, target.columns) for target in targets)
+    widest = max((max(target.rows, target.columns) for target in targets), default=0)
     return _FLOAT32 * (4 * hidden_size + 2 * widest) * tokens
 
 
@@ -62,31 +62,34 @@ def choose_capture(
 def memory_bytes(probe: Probe, targets: Sequence[Target], config: Config, budget: int) -> int:
     """Estimated peak of anonymous memory while quantizing.
 
-    The larger of what runs before the blocks, in float32, and, of the block that needs most,
+    The larger of what runs before the blocks, in float32, and, of the block that needs most (a head that is quantized
+    counts as one, with all that is outside the blocks),
       - its weights in float32, and a byte per quantized weight,
       - a float32 Hessian per distinct input, and four float64 matrices as large as the largest of them for its
         factorisation;
     and the activations of every calibration token: those that are suspended where each block runs once, else hidden
     states up to the budget, and the activations of one batch.
     """
-    tokens = config.num_windows * config.window_length
-    if choose_capture(probe.hidden_size, targets, tokens, config, budget) == "once":
-        activations = suspended_bytes(probe.hidden_size, targets, tokens)
+    tokens, head = config.num_windows * config.window_length, len(probe.blocks)
+    inside = [target for target in targets if target.block < head]
+    if choose_capture(probe.hidden_size, inside, tokens, config, budget) == "once":
+        activations = suspended_bytes(probe.hidden_size, inside, tokens)
     else:
         activations = min(budget, _FLOAT32 * probe.hidden_size * tokens)
-        activations += suspended_bytes(probe.hidden_size, targets, max(TOKENS_PER_BATCH, config.window_length))
-    unique = {parameter.same_as: parameter for parameter in probe.parameters.values()}.values()
-    weights = Counter[int | None]()
-    for parameter in unique:
-        if parameter.role != "head":
-            weights[parameter.block] += prod(parameter.shape)
-    blocks = (
+        activations += suspended_bytes(probe.hidden_size, inside, max(TOKENS_PER_BATCH, config.window_length))
+    weights = Counter[int]()
+    outside = 0
+    for parameter in {parameter.same_as: parameter for parameter in probe.parameters.values()}.values():
+        if parameter.block is None and parameter.role != "head":
+            outside += prod(parameter.shape)
+        weights[head if parameter.block is None else parameter.block] += prod(parameter.shape)
+    stages = (
         _FLOAT32 * weights[index]
         + sum(target.rows * target.columns for target in targets if target.block == index)
         + _statistics(targets, index)
-        for index in range(len(probe.blocks))
+        for index in {target.block for target in targets} | set(range(head))
     )
-    return max(_FLOAT32 * weights[None], *blocks) + activations
+    return max(_FLOAT32 * outside, *stages) + activations
 
 
 def _statistics(targets: Iterable[Target], block: int) -> int:

@@ -1,6 +1,7 @@
 """Which weights are quantized, and why every other tensor is not."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from hessquant.config import Config
 from hessquant.errors import PlanError
@@ -30,9 +31,12 @@ def select_targets(
     included = match_all("include", config.include, names)
     excluded = match_all("exclude", config.exclude, names)
     candidates = {product.name: product for product in probe.products if _fault(product.name, probe) is None}
+    head = head_product(probe)
+    if head is not None and any(head.name in matched for matched in included.values()):
+        candidates[head.name] = head
     _check_included(included, candidates, probe)
 
-    sets = _fused_sets(candidates.values())
+    sets = fused_sets(candidates.values())
     reasons = {
         product.name: f"only {product.rows} rows"
         for members in sets
@@ -50,8 +54,20 @@ def select_targets(
     if not chosen:
         raise PlanError("nothing is left to quantize: every weight is excluded or has too few rows")
     taken = {product.name for product in chosen}
-    left = {name: reasons.get(name) or _reason(info, probe) for name, info in tensors.items() if name not in taken}
+    left = {name: reasons.get(name) or reason_left(info, probe) for name, info in tensors.items() if name not in taken}
     return chosen, left
+
+
+def head_product(probe: Probe) -> ProbedProduct | None:
+    """The product of the head, under the head's own name where it is tied to the embedding; None if it has none."""
+    for name, parameter in probe.parameters.items():
+        tied = parameter.role == "embedding" and parameter.same_as != name
+        if parameter.role != "head" and not tied:
+            continue
+        for product in probe.products:
+            if product.name == parameter.same_as and product.whole and product.calls == 1 and name.endswith(".weight"):
+                return replace(product, name=name)
+    return None
 
 
 def _fault(name: str, probe: Probe) -> str | None:
@@ -77,15 +93,13 @@ def _fault(name: str, probe: Probe) -> str | None:
     return None if name.endswith(".weight") else "not named `<module>.weight`"
 
 
-def _reason(info: TensorInfo, probe: Probe) -> str:
+def reason_left(info: TensorInfo, probe: Probe) -> str:
+    """Why a tensor stays as it is, where no pattern says so."""
     if info.name in probe.buffers:
         return "buffer"
     if info.name not in probe.parameters:
         return "unknown to the model class; copied as it is"
-    fault = _fault(info.name, probe)
-    if fault is None:
-        raise AssertionError(f"{info.name} is neither a target nor left alone")
-    return fault
+    return _fault(info.name, probe) or "left in 16 bit"
 
 
 def _refuse_stacked_experts(probe: Probe) -> None:
@@ -101,11 +115,15 @@ def _check_included(
     included: Mapping[str, frozenset[str]], candidates: Mapping[str, ProbedProduct], probe: Probe
 ) -> None:
     for pattern, matched in included.items():
-        ends = sorted(name for name in matched if name in probe.parameters and probe.parameters[name].role != "weight")
-        if ends:
+        embeddings = sorted(
+            name
+            for name in matched - candidates.keys()
+            if name in probe.parameters and probe.parameters[name].role == "embedding"
+        )
+        if embeddings:
             raise PlanError(
-                f"include pattern {pattern!r} matches {ends[0]}: quantizing embeddings and the head is not supported "
-                "yet; choose a pattern that leaves them out"
+                f"include pattern {pattern!r} matches {embeddings[0]}: quantizing embeddings is not supported; choose "
+                "a pattern that leaves them out"
             )
         if not matched & candidates.keys():
             name = min(matched)
@@ -113,7 +131,7 @@ def _check_included(
             raise PlanError(f"include pattern {pattern!r} matches nothing that can be quantized: {name} is {why}")
 
 
-def _fused_sets(products: Iterable[ProbedProduct]) -> list[list[ProbedProduct]]:
+def fused_sets(products: Iterable[ProbedProduct]) -> list[list[ProbedProduct]]:
     """Weights of one module that are multiplied with the same input: what servers make one matrix of."""
     sets: dict[tuple[int, str], list[ProbedProduct]] = {}
     for product in products:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import fsum
 
-from hessquant.records import LayerRecord
+from hessquant.records import LayerRecord, ServerVerdict
 
 
 @dataclass(frozen=True)
@@ -118,3 +118,9 @@ def _to_rtn(layer: LayerRecord, loss: float) -> float | None:
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return fsum(known) / len(known) if known else None
+
+
+def remark(verdict: ServerVerdict) -> str:
+    """A verdict's reason, and how far the client can divide the weights among devices."""
+    reach = f"tensor parallel up to {verdict.tensor_parallel}" if verdict.tensor_parallel is not None else ""
+    return "; ".join(part for part in (verdict.reason, reach) if part)

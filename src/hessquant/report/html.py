@@ -13,6 +13,7 @@ from hessquant.report.figures import (
     kind_labels,
     notes,
     relative_output_error,
+    remark,
     totals,
     worst,
 )
@@ -172,7 +173,7 @@ def _details(report: RunReport) -> str:
     plan, calibration = report.plan, report.calibration
     servers = "".join(
         f'<tr>{_cell(verdict.server, "text")}<td class="text {verdict.opens}">{verdict.opens}</td>'
-        f"{_cell(verdict.basis, 'text')}{_cell(verdict.reason, 'text')}</tr>"
+        f"{_cell(verdict.basis, 'text')}{_cell(remark(verdict), 'text')}</tr>"
         for verdict in plan.servers
     )
     untouched: dict[str, list[int]] = {}
@@ -220,7 +221,9 @@ def _list(entries: Mapping[str, object]) -> str:
 
 
 def _setting(value: object) -> str:
-    return ", ".join(map(str, value)) or "none" if isinstance(value, (list, tuple)) else str(value)
+    if isinstance(value, Mapping):
+        return " ".join(f"{key}={item}" for key, item in value.items() if item is not None)
+    return ", ".join(map(_setting, value)) or "none" if isinstance(value, (list, tuple)) else str(value)
 
 
 def _asset(name: str) -> str:

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from hessquant.errors import NonFiniteError
-from hessquant.records import Evaluation, Inspection, LayerRecord, Plan, RunReport
+from hessquant.records import Evaluation, ExportReport, Inspection, LayerRecord, Plan, RunReport
 from hessquant.report.figures import relative_output_error, totals
 
 REPORT_NAME = "hessquant-report.json"
 """File name of the report within an output directory."""
 
 
-def to_json(record: Plan | RunReport | Evaluation | Inspection) -> str:
+def to_json(record: Plan | RunReport | ExportReport | Evaluation | Inspection) -> str:
     """Give a record as one JSON object, keys in the order of the record's fields.
 
     A layer also gets `relative_to_rtn` and `relative_output_error` (null where the layer has no

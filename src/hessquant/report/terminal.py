@@ -10,8 +10,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from hessquant.records import Evaluation, Inspection, LayerRecord, Plan, RunReport, Target
-from hessquant.report.figures import by_kind, kind, kind_labels, notes, relative_output_error, totals, worst
+from hessquant.records import Evaluation, ExportReport, Inspection, LayerRecord, Plan, RunReport, Target
+from hessquant.report.figures import by_kind, kind, kind_labels, notes, relative_output_error, remark, totals, worst
 from hessquant.report.html import PAGE_NAME
 from hessquant.report.json_report import REPORT_NAME
 from hessquant.report.units import format_bytes, format_percent, format_range, format_ratio, format_seconds
@@ -63,6 +63,19 @@ def render_evaluation(evaluation: Evaluation) -> RenderableType:
     return _page(table, Text(recipe, style="dim"))
 
 
+def render_export(report: ExportReport, out: Path) -> RenderableType:
+    """Table of what an export did."""
+    return _page(
+        _facts(
+            ("Output", str(out)),
+            ("Format", f"{report.format}, from {report.source_format}"),
+            ("Verified", f"{report.verified_tensors:,} weights re-read, all equal to the checkpoint's"),
+            ("Size", format_bytes(report.output_bytes)),
+            ("Time", format_seconds(report.seconds)),
+        )
+    )
+
+
 def render_inspection(inspection: Inspection) -> RenderableType:
     """Tables of what a checkpoint holds, and what is wrong with it."""
     copied = sum(tensor.bytes for tensor in inspection.untouched)
@@ -85,11 +98,12 @@ def _plan_facts(plan: Plan) -> Table:
     blocks = " + ".join(f"{count} x {name}" for name, count in Counter(map(kind, plan.blocks)).items())
     smaller = plan.output_bytes / plan.source_bytes if plan.source_bytes else 1.0
     grids = ", ".join(sorted({_grid(target.bits, target.symmetric) for target in plan.targets}))
+    groups = ", ".join(map(_group, sorted({target.group_size for target in plan.targets})))
     size = f"{format_bytes(plan.source_bytes)} -> {format_bytes(plan.output_bytes)} ({format_percent(smaller)})"
     return _facts(
         ("Model", f"{plan.source} ({plan.architecture})"),
         ("Blocks", blocks),
-        ("Targets", f"{len(plan.targets):,} weights, {grids}, group {_group(plan.group_size)}"),
+        ("Targets", f"{len(plan.targets):,} weights, {grids}, group {groups}"),
         ("Bits per weight", f"{round(plan.bits_per_weight, 4):g}"),
         ("Size", size),
         ("Left in 16 bit", f"{format_percent(plan.unquantized_share)} of the weight bytes"),
@@ -141,7 +155,7 @@ def _servers_table(plan: Plan) -> Table:
     table.add_column("reason", overflow="fold")
     for verdict in plan.servers:
         opens = Text(verdict.opens, style=_OPENS_STYLES[verdict.opens])
-        table.add_row(Text(verdict.server), opens, Text(verdict.basis), Text(verdict.reason))
+        table.add_row(Text(verdict.server), opens, Text(verdict.basis), Text(remark(verdict)))
     return table
 
 

@@ -49,24 +49,41 @@ class TargetSolver:
         name = members[0]
         try:
             mean = hessian(statistics)
-            spec = _spec(self._targets[name])
-            factor = factorize(
-                mean, damping=self._config.damping, order=self._config.order, group_width=spec.width(len(mean))
-            )
-            for name in members:
-                started = time.perf_counter()
-                target, parameter = self._targets[name], parameters[name]
-                weight = parameter.detach().T if target.transposed else parameter.detach()
-                kernels = kernels_for(weight.device, weight.numel())
-                solution = gptq.solve(weight, mean, factor, _spec(target), self._config, kernels)
-                put_back(solution.weight, target, parameter)
-                self.quantized[name] = solution.weight
-                seconds = time.perf_counter() - started
-                record = _record(target, members[0], statistics, factor, solution, self._config.damping, seconds)
-                self.records.append(record)
-                self._on_layer(record)
+            for width, alike in self._by_width(members, len(mean)).items():
+                factor = factorize(mean, damping=self._config.damping, order=self._config.order, group_width=width)
+                for name in alike:
+                    self._solve_one(name, parameters[name], mean, factor, members[0], statistics)
         except (FactorizationError, GridError, NonFiniteError) as error:
             raise type(error)(f"{name}: {error}") from error
+
+    def _by_width(self, members: tuple[str, ...], columns: int) -> dict[int, list[str]]:
+        """Members by the group width that their column order depends on; one list where it depends on none."""
+        alike: dict[int, list[str]] = {}
+        for name in members:
+            ordered_by = name if self._config.order == "group" else members[0]
+            alike.setdefault(_spec(self._targets[ordered_by]).width(columns), []).append(name)
+        return alike
+
+    def _solve_one(
+        self,
+        name: str,
+        parameter: Tensor,
+        mean: Tensor,
+        factor: Factor,
+        leader: str,
+        statistics: HessianStatistics,
+    ) -> None:
+        started = time.perf_counter()
+        target = self._targets[name]
+        weight = parameter.detach().T if target.transposed else parameter.detach()
+        kernels = kernels_for(weight.device, weight.numel())
+        solution = gptq.solve(weight, mean, factor, _spec(target), self._config, kernels)
+        put_back(solution.weight, target, parameter)
+        self.quantized[name] = solution.weight
+        seconds = time.perf_counter() - started
+        record = _record(target, leader, statistics, factor, solution, self._config.damping, seconds)
+        self.records.append(record)
+        self._on_layer(record)
 
 
 def put_back(weight: QuantizedWeight, target: Target, parameter: Tensor) -> None:

@@ -1,0 +1,125 @@
+"""Exporting: a finished checkpoint -> plan -> the same codes in another format."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from hessquant import __version__
+from hessquant.checkpoint.reader import CheckpointReader
+from hessquant.checkpoint.unpacked import UnpackedCheckpoint
+from hessquant.checkpoint.writer import refuse_output, refuse_sidecars, write_text
+from hessquant.config import Config, Override
+from hessquant.core.grid import QuantizedWeight
+from hessquant.errors import CheckpointError, PlanError
+from hessquant.formats.dialect import half_scales
+from hessquant.models.source import ModelSource
+from hessquant.pipeline.progress import SILENT
+from hessquant.pipeline.publishing import digest, write_verified
+from hessquant.planning.plan import plan_export
+from hessquant.records import ExportReport, Plan, Progress, RunReport
+from hessquant.report.html import PAGE_NAME, to_html
+from hessquant.report.json_report import REPORT_NAME, from_json, to_json
+
+
+def export(
+    checkpoint: Path | str,
+    out: Path | str,
+    config: Config,
+    *,
+    progress: Progress | None = None,
+    on_plan: Callable[[Plan], None] | None = None,
+) -> ExportReport:
+    """Write a quantized checkpoint in another format, without quantizing again.
+
+    Args:
+        checkpoint: A directory in one of our dialects, whoever wrote it.
+        out: Directory to write; absent, empty, or begun by the same export.
+        config: Says the format, the size of output files, and which servers must open it; nothing else counts.
+        progress: Told of every stage.
+        on_plan: Called with the plan before any work.
+
+    Returns:
+        What was done. The report of the run that quantized, where there is one, is in `out` as well.
+
+    Raises:
+        RefusedError: Before anything is written, if the format cannot hold the checkpoint exactly.
+        FailedError: If it fails on the way; `out` then does not pass for a checkpoint.
+    """
+    out, checkpoint, progress = Path(out), Path(checkpoint), progress or SILENT
+    started = time.perf_counter()
+    with CheckpointReader(checkpoint) as reader:
+        unpacked = UnpackedCheckpoint(reader)
+        source = ModelSource(checkpoint.name, checkpoint)
+        plan = plan_export(source, unpacked.tensors, unpacked.packed, config)
+        if on_plan is not None:
+            on_plan(plan)
+        # What is in the files, but for the values: all is written again anyway.
+        held = [asdict(info) for info in reader.tensors.values()]
+        run = digest(["export", __version__, config.format, config.shard_bytes, reader.config, held])
+        refuse_sidecars(checkpoint, out, (REPORT_NAME, PAGE_NAME))
+        refuse_output(out, run, plan.output_bytes)
+        _refuse_inexact(unpacked.weights, config, progress)
+        solved = _report_of(checkpoint)
+        written = write_verified(
+            out,
+            unpacked,
+            checkpoint,
+            plan,
+            unpacked.weights,
+            config,
+            solved_with=None if solved is None else _config_of(solved),
+            reports=(REPORT_NAME, PAGE_NAME),
+            run=run,
+            progress=progress,
+        )
+        if solved is not None:
+            told = replace(
+                solved,
+                settings={**solved.settings, "format": config.format, "shard_bytes": config.shard_bytes},
+                plan=replace(plan, source=solved.plan.source, memory_bytes=solved.plan.memory_bytes),
+                output_bytes=plan.output_bytes,
+                verified_tensors=written.verified,
+            )
+            write_text(out / REPORT_NAME, to_json(told))
+            write_text(out / PAGE_NAME, to_html(told))
+        written.complete()
+    return ExportReport(
+        version=__version__,
+        plan=plan,
+        source_format=unpacked.variant,
+        format=config.format,
+        verified_tensors=written.verified,
+        output_bytes=plan.output_bytes,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _refuse_inexact(weights: Mapping[str, QuantizedWeight], config: Config, progress: Progress) -> None:
+    """Read every weight once before any is written: its values may have no place in the format."""
+    progress.stage("read", len(weights))
+    for name in weights:
+        try:
+            half_scales(weights[name].grid.scales)
+        except CheckpointError as error:
+            named = str(error).removeprefix(f"{name}: ")
+            raise PlanError(f"{name} cannot be written as {config.format}: {named}") from error
+        progress.advance(name)
+
+
+def _report_of(checkpoint: Path) -> RunReport | None:
+    try:
+        return from_json((checkpoint / REPORT_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _config_of(report: RunReport) -> Config:
+    """The settings of the run that a report is of; those of another version's that we have no name for are left out."""
+    known = {field.name for field in fields(Config)}
+    settings: dict[str, Any] = {name: value for name, value in report.settings.items() if name in known}
+    settings["overrides"] = tuple(Override(**override) for override in settings.get("overrides", ()))
+    for name in ("include", "exclude"):
+        settings[name] = tuple(settings.get(name, ()))
+    return Config(**settings)

@@ -1,0 +1,85 @@
+"""The end of every run that makes a checkpoint: it is written and verified; what completes it comes last."""
+
+import hashlib
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from hessquant import __version__
+from hessquant.checkpoint.reader import TensorSource
+from hessquant.checkpoint.verify import verify
+from hessquant.checkpoint.writer import complete, write_checkpoint
+from hessquant.config import Config
+from hessquant.core.grid import QuantizedWeight
+from hessquant.records import Plan, Progress
+
+
+@dataclass(frozen=True)
+class Written:
+    """A checkpoint that has been written and verified.
+
+    Attributes:
+        verified: Quantized weights that were re-read and decoded to the solver's values.
+        complete: Makes it a checkpoint to any reader; called when all else is in the directory.
+    """
+
+    verified: int
+    complete: Callable[[], None]
+
+
+def write_verified(
+    out: Path,
+    source: TensorSource,
+    source_directory: Path,
+    plan: Plan,
+    quantized: Mapping[str, QuantizedWeight],
+    output: Config,
+    *,
+    solved_with: Config | None,
+    reports: Collection[str],
+    run: str,
+    progress: Progress,
+) -> Written:
+    """Write a checkpoint, and re-read it by another decoder.
+
+    Args:
+        out: Directory to write; made if need be.
+        source: What the untouched tensors and the config come from.
+        source_directory: Directory whose other files are copied.
+        plan: What was decided.
+        quantized: Weight per target name.
+        output: Says the format and the size of its files.
+        solved_with: Settings that the weights were solved with; None = not known.
+        reports: Names of files that are written anew, not copied.
+        run: The run's identity.
+        progress: Told of both stages.
+
+    Raises:
+        CheckpointError: If a weight has no place in the format, or the disk is full or fails.
+        VerificationError: If what was written decodes to anything else.
+    """
+    progress.stage("write", 1)
+    written = write_checkpoint(
+        out,
+        source,
+        source_directory,
+        plan,
+        quantized,
+        output,
+        solved_with=solved_with,
+        reports=reports,
+        run=run,
+        version=__version__,
+    )
+    progress.advance(out.name)
+    progress.stage("verify", 1)
+    verified = verify(out, written, quantized, source, plan)
+    progress.advance(out.name)
+    return Written(verified, partial(complete, out, written))
+
+
+def digest(value: object) -> str:
+    """SHA-256 of what JSON makes of a value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,83 @@
+"""The form of one row of the table of what clients take (`planning.server_rules`)."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Basis = Literal["measured", "documented", "not run"]
+Setting = Literal["bits", "group_size", "symmetric"]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """How something is known: whether it was run, and where or in which document."""
+
+    basis: Basis
+    source: str
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """Whether a client opens a checkpoint where one setting differs from weight to weight."""
+
+    setting: Setting
+    opens: Literal["yes", "no"]
+    evidence: Evidence
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What one client takes of one format.
+
+    Attributes:
+        client: Its name as `--serve` takes it, without a device.
+        device: "cpu" or "gpu"; "" = the rule holds for all that it runs on.
+        server: Name, version and device for people.
+        format: On-disk format, as `--format` takes it.
+        evidence: How the rule is known.
+        symmetric: Bits that it takes with a fixed zero.
+        asymmetric: Bits that it takes with a zero per group; if both are empty, it does not read the format.
+        group_sizes: Group sizes that it takes; None = any.
+        group_multiple: What a group size other than -1 must be a multiple of.
+        row_multiple: What a weight's outputs must be a multiple of, on each tensor-parallel rank.
+        column_multiple: What its inputs must be a multiple of, likewise.
+        fuses: Whether it makes one matrix of weights that share their input, and so refuses different settings there.
+        splits: Whether it can divide a quantized weight among devices.
+        mixed: What is known of settings that differ from weight to weight; what is not named was never tried.
+        head: How it is known that it takes a quantized head; None = that was never tried.
+        dtypes: Activations that it computes with.
+        note: Said where the checkpoint fits, or why it does not read the format.
+        asymmetric_note: Said besides where a weight is asymmetric.
+        beyond: If not empty, a weight outside the rule is not refused for certain; this says why.
+        fits: The verdict where everything fits.
+    """
+
+    client: str
+    device: Literal["", "cpu", "gpu"]
+    server: str
+    format: str
+    evidence: Evidence
+    symmetric: frozenset[int] = frozenset()
+    asymmetric: frozenset[int] = frozenset()
+    group_sizes: frozenset[int] | None = None
+    group_multiple: int = 1
+    row_multiple: int = 1
+    column_multiple: int = 1
+    fuses: bool = False
+    splits: bool = False
+    mixed: tuple[Mixing, ...] = ()
+    head: Evidence | None = None
+    dtypes: str = ""
+    note: str = ""
+    asymmetric_note: str = ""
+    beyond: str = ""
+    fits: Literal["yes", "unknown"] = "yes"
+
+    @property
+    def name(self) -> str:
+        """As `--serve` takes it: `vllm-cpu`, `llama.cpp`."""
+        return f"{self.client}-{self.device}" if self.device else self.client
+
+    @property
+    def reads(self) -> bool:
+        """Whether it reads the format at all."""
+        return bool(self.symmetric | self.asymmetric)

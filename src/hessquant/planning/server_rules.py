@@ -1,0 +1,257 @@
+"""What each client takes of each format, as a table: every row says how that is known.
+
+`planning.servers` judges a plan by it; `docs/make_server_rules.py` makes `docs/server-rules.md` of it. A client that
+reads none of a format has a row too, so that "no" is a statement and not a gap.
+"""
+
+from hessquant.planning.rule import Evidence, Mixing, Rule, Setting
+
+_MARLIN_GROUPS = frozenset({-1, 32, 64, 128})
+_BLOCK = 32
+
+_VLLM_CPU, _VLLM_GPU = "vLLM 0.32 (CPU)", "vLLM 0.32 (GPU)"
+_TRANSFORMERS, _SGLANG, _LLAMA_CPP = "transformers 5.24", "SGLang (GPU)", "llama.cpp"
+
+_RUN = "run here in November 2026 on SmolLM2-135M"
+_VLLM_RUN = Evidence("measured", f"{_RUN}: vllm-cpu 0.32.0")
+_VLLM_MARLIN = Evidence(
+    "documented", "vLLM 0.32.0, kernels/linear/mixed_precision/marlin.py and layers/quantization/utils/marlin_utils.py"
+)
+_VLLM_DYNAMIC = Evidence("documented", "vLLM 0.32.0, layers/quantization/utils/gptq_utils.py: override_config")
+_VLLM_SCHEMES = Evidence(
+    "documented", "vLLM 0.32.0, layers/quantization/compressed_tensors/compressed_tensors.py: get_scheme"
+)
+_SGLANG_GPTQ = Evidence(
+    "documented", "sgl-project/sglang at 0cdfa2f, srt/layers/quantization/gptq/gptq.py; marlin_utils.py at 006d096"
+)
+_SGLANG_PACKED = Evidence(
+    "documented",
+    "sgl-project/sglang at 255632e, srt/layers/quantization/compressed_tensors/schemes/compressed_tensors_wNa16.py",
+)
+_LLAMA_READS = Evidence("documented", "llama.cpp README: models are files in the GGUF format")
+
+_AVX512 = "its 4-bit kernel needs a CPU with AVX-512"
+_GGUF_ONLY = "reads GGUF only; its converter takes this format"
+_NEVER_RUN = "never run here"
+
+
+def _any(evidence: Evidence, *settings: Setting) -> tuple[Mixing, ...]:
+    return tuple(Mixing(setting, "yes", evidence) for setting in settings)
+
+
+_GPTQ = (
+    Rule(
+        client="vllm",
+        device="cpu",
+        server=_VLLM_CPU,
+        format="gptq",
+        evidence=_VLLM_RUN,
+        symmetric=frozenset({4}),
+        group_sizes=_MARLIN_GROUPS,
+        row_multiple=32,
+        column_multiple=32,
+        fuses=True,
+        splits=True,
+        mixed=_any(_VLLM_RUN, "group_size"),
+        dtypes="float16, bfloat16",
+        note=_AVX512,
+    ),
+    # Marlin pads tiles since before 0.32, so shapes are free; its group size and bits are checked for each weight.
+    Rule(
+        client="vllm",
+        device="gpu",
+        server=_VLLM_GPU,
+        format="gptq",
+        evidence=_VLLM_MARLIN,
+        symmetric=frozenset({4, 8}),
+        group_sizes=_MARLIN_GROUPS,
+        fuses=True,
+        splits=True,
+        mixed=_any(_VLLM_DYNAMIC, "bits", "group_size"),
+        dtypes="float16, bfloat16",
+    ),
+    Rule(
+        client="transformers",
+        device="",
+        server=_TRANSFORMERS,
+        format="gptq",
+        evidence=Evidence(
+            "measured",
+            f"{_RUN}: transformers 5.24.0, optimum 2.3.0, gptqmodel 7.7.0 on CPU; "
+            "group sizes from gptqmodel 7.7.0, nn_modules/qlinear/torch.py",
+        ),
+        symmetric=frozenset({2, 3, 4, 8}),
+        asymmetric=frozenset({2, 3, 4, 8}),
+        group_sizes=frozenset({-1, 16, 32, 64, 128, 256, 512, 1024}),
+        mixed=(Mixing("bits", "no", Evidence("measured", f"{_RUN}: 4 and 8 bits in one checkpoint failed")),),
+        dtypes="bfloat16",
+        note="needs optimum 2.3 and gptqmodel 7.7; load with dtype=torch.bfloat16",
+    ),
+    Rule(
+        client="sglang",
+        device="",
+        server=_SGLANG,
+        format="gptq",
+        evidence=_SGLANG_GPTQ,
+        symmetric=frozenset({4, 8}),
+        group_sizes=_MARLIN_GROUPS,
+        row_multiple=64,
+        column_multiple=128,
+        fuses=True,
+        splits=True,
+        dtypes="float16, bfloat16",
+        note=_NEVER_RUN,
+        beyond="its slower kernels may, with float16",
+    ),
+    Rule("llama.cpp", "", _LLAMA_CPP, "gptq", _LLAMA_READS, note=_GGUF_ONLY),
+)
+
+_COMPRESSED_TENSORS = (
+    Rule(
+        client="vllm",
+        device="cpu",
+        server=_VLLM_CPU,
+        format="compressed-tensors",
+        evidence=Evidence(
+            "measured",
+            f"{_VLLM_RUN.source}; group sizes that were not run: its kernels/linear/mixed_precision/cpu.py",
+        ),
+        symmetric=frozenset({4}),
+        asymmetric=frozenset({4}),
+        group_multiple=2,
+        row_multiple=32,
+        column_multiple=32,
+        fuses=True,
+        splits=True,
+        mixed=_any(_VLLM_SCHEMES, "group_size", "symmetric"),
+        dtypes="float16, bfloat16",
+        note=_AVX512,
+    ),
+    Rule(
+        client="vllm",
+        device="gpu",
+        server=_VLLM_GPU,
+        format="compressed-tensors",
+        evidence=_VLLM_MARLIN,
+        symmetric=frozenset({4, 8}),
+        asymmetric=frozenset({4}),
+        group_sizes=_MARLIN_GROUPS,
+        fuses=True,
+        splits=True,
+        mixed=_any(_VLLM_SCHEMES, "bits", "group_size", "symmetric"),
+        dtypes="float16, bfloat16",
+        beyond="other kernels may: Machete on Hopper, Exllama with float16, Humming where it is installed",
+    ),
+    Rule(
+        client="transformers",
+        device="",
+        server=_TRANSFORMERS,
+        format="compressed-tensors",
+        evidence=Evidence("measured", f"{_RUN}: transformers 5.24.0, compressed-tensors 0.20.1 on CPU"),
+        symmetric=frozenset({4, 8}),
+        asymmetric=frozenset({4}),
+        dtypes="float16, bfloat16",
+        note="needs compressed-tensors 0.20",
+        asymmetric_note="asymmetric only with CompressedTensorsConfig(dequantize=True)",
+        beyond="never tried",
+    ),
+    Rule(
+        client="sglang",
+        device="",
+        server=_SGLANG,
+        format="compressed-tensors",
+        evidence=_SGLANG_PACKED,
+        symmetric=frozenset({4, 8}),
+        asymmetric=frozenset({4}),
+        group_sizes=_MARLIN_GROUPS,
+        row_multiple=64,
+        column_multiple=128,
+        fuses=True,
+        splits=True,
+        dtypes="float16, bfloat16",
+        note=_NEVER_RUN,
+        beyond="its source shows no other kernel, and it was never tried",
+    ),
+    Rule("llama.cpp", "", _LLAMA_CPP, "compressed-tensors", _LLAMA_READS, note=_GGUF_ONLY),
+)
+
+_GGUF_PLUGIN = Evidence(
+    "documented", "vLLM documentation, features/quantization/gguf.md; pypi.org/project/vllm-gguf-plugin"
+)
+# What our GGUF holds: Q4_0 for symmetric weights up to 4 bits, Q5_0 for asymmetric ones, Q8_0 for 8 bits; an
+# asymmetric 8-bit weight has no exact form.
+_GGUF_SYMMETRIC, _GGUF_ASYMMETRIC = frozenset({2, 3, 4, 8}), frozenset({2, 3, 4})
+_GGUF_TYPES = Evidence("documented", "GGUF specification (ggml docs/gguf.md): every tensor has a type of its own")
+_GGUF = (
+    Rule(
+        client="vllm",
+        device="cpu",
+        server=_VLLM_CPU,
+        format="gguf",
+        evidence=_GGUF_PLUGIN,
+        note="reads GGUF through vllm-gguf-plugin only, which needs CUDA or ROCm",
+    ),
+    Rule(
+        client="vllm",
+        device="gpu",
+        server=_VLLM_GPU,
+        format="gguf",
+        evidence=_GGUF_PLUGIN,
+        symmetric=_GGUF_SYMMETRIC,
+        asymmetric=_GGUF_ASYMMETRIC,
+        group_multiple=_BLOCK,
+        column_multiple=_BLOCK,
+        splits=True,
+        mixed=_any(_GGUF_TYPES, "bits", "group_size", "symmetric"),
+        dtypes="not stated",
+        note="only through vllm-gguf-plugin, which vLLM calls highly experimental; never run here",
+        fits="unknown",
+    ),
+    Rule(
+        client="transformers",
+        device="",
+        server=_TRANSFORMERS,
+        format="gguf",
+        evidence=Evidence("documented", "transformers 5.24.0, modeling_gguf_pytorch_utils.py, integrations/ggml.py"),
+        symmetric=_GGUF_SYMMETRIC,
+        asymmetric=_GGUF_ASYMMETRIC,
+        group_multiple=_BLOCK,
+        column_multiple=_BLOCK,
+        mixed=_any(_GGUF_TYPES, "bits", "group_size", "symmetric"),
+        dtypes="any",
+        note="with gguf_file=FILE, for architectures on its list only; it dequantizes all weights; never run here",
+        fits="unknown",
+    ),
+    Rule(
+        client="sglang",
+        device="",
+        server=_SGLANG,
+        format="gguf",
+        evidence=Evidence("documented", "sgl-project/sglang at 0137a1e, srt/layers/quantization/gguf.py"),
+        symmetric=_GGUF_SYMMETRIC,
+        asymmetric=_GGUF_ASYMMETRIC,
+        group_multiple=_BLOCK,
+        column_multiple=_BLOCK,
+        splits=True,
+        mixed=_any(_GGUF_TYPES, "bits", "group_size", "symmetric"),
+        dtypes="float16, bfloat16, float32",
+        note="its source has kernels for Q4_0, Q5_0 and Q8_0; never run here",
+        fits="unknown",
+    ),
+    Rule(
+        client="llama.cpp",
+        device="",
+        server=_LLAMA_CPP,
+        format="gguf",
+        evidence=Evidence("measured", f"{_RUN}: llama-cpp-python 0.3.36 on CPU, Q4_0, Q5_0 and Q8_0"),
+        symmetric=_GGUF_SYMMETRIC,
+        asymmetric=_GGUF_ASYMMETRIC,
+        group_multiple=_BLOCK,
+        column_multiple=_BLOCK,
+        mixed=_any(_GGUF_TYPES, "bits", "group_size", "symmetric"),
+        dtypes="int8, within the product",
+    ),
+)
+
+RULES = (*_GPTQ, *_COMPRESSED_TENSORS, *_GGUF)
+"""Every client has one row per format and device."""

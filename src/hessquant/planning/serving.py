@@ -1,0 +1,119 @@
+"""`--serve`: the verdict on a client that was named is binding, and a refusal says what to change."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations, product
+from typing import get_args
+
+from hessquant.config import Format
+from hessquant.errors import ServeError
+from hessquant.formats.dialect import settings_of
+from hessquant.formats.dialects import DIALECTS
+from hessquant.planning.server_rules import RULES
+from hessquant.planning.servers import judge
+from hessquant.records import ServerVerdict, Target
+
+_REMEDIES_SHOWN = 3
+_TRIED: dict[str, tuple[int, ...]] = {"symmetric": (True, False), "bits": (4, 8, 3, 2), "group_size": (128, 64, 32, -1)}
+
+
+def refuse_unserved(
+    serve: Sequence[str],
+    servers: Sequence[ServerVerdict],
+    output_format: str,
+    targets: Sequence[Target],
+    blocks: Sequence[str],
+) -> None:
+    """Refuse a plan that a client named in `serve` is known not to open; what is not known is let through.
+
+    Raises:
+        ServeError: With each such client's reason, and the smallest changes after which it opens the result.
+    """
+    refused = [verdict for verdict in servers if verdict.opens == "no" and verdict.is_named(serve)]
+    if not refused:
+        return
+    lines = [f"not every client named by --serve opens {output_format} as planned:"]
+    for verdict in refused:
+        changes = remedies(verdict.client, output_format, targets, blocks)
+        advice = " or ".join(changes) if changes else "none is known; leave weights out with --exclude PATTERN"
+        lines.append(f"  {verdict.server}: {verdict.reason}\n    what to change: {advice}")
+    others = [verdict.client for verdict in servers if verdict not in refused and verdict.is_named(serve)]
+    if others:
+        lines.append(f"Or name only clients that will serve it: {' '.join(f'--serve {name}' for name in others)}")
+    raise ServeError("\n".join(lines))
+
+
+def remedies(client: str, output_format: str, targets: Sequence[Target], blocks: Sequence[str]) -> list[str]:
+    """The fewest changes of settings after which a client opens the result, in words; empty if none does.
+
+    Args:
+        client: Its name with the device.
+        output_format: The format as planned.
+        targets: The weights as planned.
+        blocks: Module names of the blocks.
+    """
+    rules = {rule.format: rule for rule in RULES if rule.name == client}
+    targets = _of_unlike_blocks(targets)
+    for count in range(1, len(_TRIED) + 2):
+        # Of changes of the same kind, only the nearest: `--group-size 32`, and not 64 and 128 as well.
+        found: dict[tuple[str, ...], str] = {}
+        for other_format, changes in _candidates(output_format, targets, count):
+            kind = (other_format, *changes)
+            changed = [replace(target, **changes) for target in targets]  # type: ignore[arg-type]
+            fits = _holds(other_format, changed) and judge(rules[other_format], changed, blocks).opens == "yes"
+            if fits and kind not in found:
+                found[kind] = _words(other_format if other_format != output_format else None, changes, targets)
+        if found:
+            return list(found.values())[:_REMEDIES_SHOWN]
+    return []
+
+
+def _of_unlike_blocks(targets: Iterable[Target]) -> list[Target]:
+    """The targets of one block of each kind; a model has many alike, and every change is tried on all of them."""
+    members: dict[int, list[Target]] = {}
+    for target in targets:
+        members.setdefault(target.block, []).append(target)
+    kinds = {
+        tuple((t.rows, t.columns, t.transposed, settings_of(t)) for t in block): block for block in members.values()
+    }
+    return [target for block in kinds.values() for target in block]
+
+
+def _candidates(output_format: str, targets: Sequence[Target], count: int) -> Iterator[tuple[str, dict[str, int]]]:
+    """Every format and settings for all weights that differ from the plan in just `count` things."""
+    for other_format in (output_format, *(name for name in get_args(Format) if name != output_format)):
+        settings = count - (other_format != output_format)
+        for names in combinations(_TRIED, settings):
+            for values in product(*(_nearest_first(name, targets[0]) for name in names)):
+                changes = dict(zip(names, values, strict=True))
+                if all({getattr(target, name) for target in targets} != {value} for name, value in changes.items()):
+                    yield other_format, changes
+
+
+def _nearest_first(name: str, planned: Target) -> list[int]:
+    """Values to try of a setting; one group per row is the farthest from any other group size."""
+    before: int = getattr(planned, name)
+    return sorted(_TRIED[name], key=lambda value: float("inf") if value == -1 else abs(value - before))
+
+
+def _holds(output_format: str, targets: Sequence[Target]) -> bool:
+    """Whether the format has a form for all of these, and their groups are whole."""
+    if any(target.group_size != -1 and target.columns % target.group_size for target in targets):
+        return False
+    dialect = next((dialect for name, dialect in DIALECTS.items() if name == output_format), None)
+    return dialect is None or not any(
+        dialect.target_fault(target.rows, target.columns, settings_of(target)) for target in targets
+    )
+
+
+def _words(output_format: str | None, changes: dict[str, int], targets: Sequence[Target]) -> str:
+    """Changes as options of the command line."""
+    words = [] if output_format is None else [f"--format {output_format}"]
+    for name, value in changes.items():
+        if name == "symmetric":
+            words.append("no --asymmetric" if value else "--asymmetric")
+        else:
+            words.append(f"--{name.replace('_', '-')} {value}")
+        if len({getattr(target, name) for target in targets}) > 1:
+            words[-1] += " for every weight"
+    return " with ".join(words)
