@@ -101,7 +101,9 @@ def _features(output_format: str) -> list[Case]:
         replace(plain, feature="one block in 16 bit", options=("--exclude", "model.layers.1.*")),
         replace(plain, feature="attention in 16 bit", options=("--exclude", "self_attn.*")),
         replace(plain, feature="down_proj in 8 bit", options=_DOWN_8),
+        replace(plain, feature="down_proj asymmetric", options=("--override", "mlp.down_proj=asymmetric")),
         replace(plain, feature="one block in groups of 32", options=_FIRST_32),
+        replace(plain, feature="with the head", options=("--include", "lm_head")),
         replace(plain, source="small-bfloat16", feature="of a bfloat16 model"),
         replace(plain, source="small-biases", feature="with biases and a head of its own"),
     ]
