@@ -62,7 +62,17 @@ class Case:
     @property
     def mixed_groups(self) -> bool:
         """Whether some weights have another group size than most."""
-        return any("group:" in option and "=bits:" not in option for option in self.options)
+        return any("=group:" in option for option in self.options)
+
+    @property
+    def mixed_symmetry(self) -> bool:
+        """Whether some weights have a zero per group, and most do not."""
+        return any(option.endswith("=asymmetric") for option in self.options)
+
+    @property
+    def with_head(self) -> bool:
+        """Whether the head is quantized, too."""
+        return "lm_head" in self.options
 
     @property
     def clients(self) -> tuple[str, ...]:
@@ -181,11 +191,12 @@ _GPTQMODEL_GROUPS = (-1, 16, 32, 64, 128, 256, 512, 1024)
 
 REFUSALS = (
     Refusal("vllm", "gptq", lambda case: case.bits in (2, 3), "Unsupported quantization config"),
-    Refusal("vllm", "gptq", lambda case: not case.symmetric, "Unsupported quantization config"),
+    Refusal("vllm", "gptq", lambda case: not case.symmetric or case.mixed_symmetry, "Unsupported quantization config"),
     Refusal("vllm", "gptq", lambda case: case.bits == 8 or case.mixed_bits, "uint8b128"),
     Refusal("vllm", "gptq", lambda case: case.group not in (-1, 32, 64, 128), "group_size"),
     Refusal("vllm", "compressed-tensors", lambda case: case.bits == 8 or case.mixed_bits, "uint8"),
-    Refusal("transformers", "gptq", lambda case: case.mixed_bits, ""),
+    Refusal("transformers", "gptq", lambda case: case.mixed_bits or case.mixed_groups, "ignore_mismatched_sizes"),
+    Refusal("transformers", "gptq", lambda case: case.with_head, "random numbers for .*lm_head"),
     Refusal("transformers", "gptq", lambda case: case.group in (16, -1), "expect qGroupSize to be 32, 64, 128 or 256"),
     Refusal("transformers", "gptq", lambda case: case.group not in _GPTQMODEL_GROUPS, "only supports .* group_size"),
     Refusal("transformers-torch", "gptq", lambda case: case.group not in _GPTQMODEL_GROUPS, "only supports"),

@@ -26,9 +26,13 @@ def ask(checkpoint: str, passage: Passage, *options: str) -> list[float]:
     if given.backend:
         # Of its settings only this one counts, the others are the checkpoint's.
         loading["quantization_config"] = GPTQConfig(bits=4, backend=given.backend)
-    model = AutoModelForCausalLM.from_pretrained(
-        checkpoint, dtype=getattr(torch, given.dtype) if given.dtype else "auto", device_map="cpu", **loading
+    dtype = getattr(torch, given.dtype) if given.dtype else "auto"
+    model, outcome = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=dtype, device_map="cpu", output_loading_info=True, **loading
     )
+    # It says so in a table of warnings only, and goes on with random numbers.
+    if outcome["missing_keys"]:
+        raise RuntimeError(f"transformers opened the checkpoint with random numbers for {outcome['missing_keys']}")
     if not given.dequantize and not any(hasattr(module, part) for module in model.modules() for part in PACKED):
         raise RuntimeError("transformers opened the checkpoint without a quantized layer in it")
     with torch.inference_mode():
