@@ -201,7 +201,19 @@ REFUSALS = (
     Refusal("transformers", "gptq", lambda case: case.group not in _GPTQMODEL_GROUPS, "only supports .* group_size"),
     Refusal("transformers-torch", "gptq", lambda case: case.group not in _GPTQMODEL_GROUPS, "only supports"),
     Refusal("gptqmodel", "gptq", lambda case: case.group not in _GPTQMODEL_GROUPS, "only supports .* group_size"),
-    Refusal("transformers-ct", "compressed-tensors", lambda case: not case.symmetric, "ignore_mismatched_sizes"),
+    Refusal(
+        "transformers-ct",
+        "compressed-tensors",
+        lambda case: not case.symmetric or case.mixed_symmetry,
+        "ignore_mismatched_sizes",
+    ),
+    # It decodes every weight by one group of the config.
+    Refusal(
+        "transformers-ct-dequantize",
+        "compressed-tensors",
+        lambda case: case.mixed_bits or case.mixed_groups or case.mixed_symmetry,
+        "automatic conversion of the weights",
+    ),
 )
 
 
