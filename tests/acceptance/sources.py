@@ -70,7 +70,8 @@ def _hessquant(arguments: list[str], sink: TextIO) -> int:
 
 def _other(maker: str, arguments: list[str], sink: TextIO) -> int:
     command = [environments.interpreter(maker), HERE / f"make_{maker}.py", *arguments]
-    variables = foreign_environment(UNCOMPILED)
+    # Without it GPTQModel 7.7.0 gives itself one worker on few cores, and then wants two.
+    variables = foreign_environment(UNCOMPILED | {"GPTQMODEL_CPU_WORKERS": "2"})
     return subprocess.run(command, env=variables, stdout=sink, stderr=sink, timeout=MADE_WITHIN).returncode
 
 
