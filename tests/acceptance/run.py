@@ -3,13 +3,14 @@
     python tests/acceptance/run.py                                       # every case in every client: half an hour
     python tests/acceptance/run.py --list
     python tests/acceptance/run.py --format gptq --clients vllm          # a part
-    python tests/acceptance/run.py --cases 'gptq-4bit-*' --again         # as if never run
+    python tests/acceptance/run.py --cases 'gptq-4bit-*' --again         # made and opened anew
     python tests/acceptance/run.py --broken --cases '*-full'             # scales too large: each client must differ
     python tests/acceptance/run.py --checkpoint DIR --clients vllm       # one that is there
 
 Each client runs in a virtual environment of its own (`benchmarks/environments.py`; made on first use, gigabytes and
 minutes for vLLM) and gives the log-probability of every token of a fixed passage. `reference.py` says what they are
-compared with. Results are kept in `results.json` under --work, one by one, so that an interrupted run goes on.
+compared with. Checkpoints and results are kept under --work, one by one, so that an interrupted run goes on. They are
+kept over changes of our code, too: then --again is needed.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import table
 from cases import CASES, CLIENTS_OF, Case
 from cases import expected_refusal as refusal_of
 from clients import CLIENTS, ROOT
+from sources import forget
 from verdict import NOT_MADE, judged, outcome
 
 from hessquant.checkpoint.header import read_json
@@ -40,6 +42,10 @@ def main() -> int:
     kept = work / ("broken.json" if arguments.broken else "results.json")
     results = json.loads(kept.read_text()) if kept.exists() else {}
     bad = []
+    if arguments.again:
+        for case, _client in pairs:
+            forget(case, work)
+            forget(case.twin, work)
     for case, client in pairs:
         if results.get(case.name, {}).get("case") != repr(case):
             results[case.name] = {"case": repr(case), "answers": {}}
@@ -90,7 +96,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--format", choices=list(CLIENTS_OF), help="only cases of this format")
     parser.add_argument("--checkpoint", type=Path, help="a checkpoint that is there, instead of the cases")
     parser.add_argument("--list", action="store_true", help="show what would be run, and run nothing")
-    parser.add_argument("--again", action="store_true", help="do not take results from earlier runs")
+    parser.add_argument("--again", action="store_true", help="take nothing from earlier runs")
     parser.add_argument("--broken", action="store_true", help="damage the checkpoints, and expect that to be found")
     parser.add_argument("--docs", action="store_true", help="write all results that there are into docs/servers.md")
     parser.add_argument("--work", type=Path, default=ROOT / "out" / "acceptance", help="directory for everything made")

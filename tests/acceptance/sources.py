@@ -59,6 +59,11 @@ def make(case: Case, work: Path) -> Path:
     return directory
 
 
+def forget(case: Case, work: Path) -> None:
+    """Have a checkpoint made anew."""
+    (work / "checkpoints" / f"{case.name}.made").unlink(missing_ok=True)
+
+
 def _hessquant(arguments: list[str], sink: TextIO) -> int:
     """Our command line, in this process: what it imports is most of its time for so small a model."""
     with contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink):
