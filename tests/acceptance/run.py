@@ -40,12 +40,11 @@ def main() -> int:
     work = arguments.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     kept = work / ("broken.json" if arguments.broken else "results.json")
-    results = json.loads(kept.read_text()) if kept.exists() else {}
+    results = _earlier(kept, broken=arguments.broken)
     bad = []
-    if arguments.again:
-        for case, _client in pairs:
-            forget(case, work)
-            forget(case.twin, work)
+    for case, _client in pairs if arguments.again else ():
+        forget(case, work)
+        forget(case.twin, work)
     for case, client in pairs:
         if results.get(case.name, {}).get("case") != repr(case):
             results[case.name] = {"case": repr(case), "answers": {}}
@@ -54,17 +53,25 @@ def main() -> int:
         is_kept = answers.get(client, {"outcome": NOT_MADE})["outcome"] != NOT_MADE and case.maker != "given"
         if arguments.again or not is_kept:
             answers[client] = outcome(case, client, work, broken=arguments.broken)
-        # Refusals that are expected by now are so in earlier results, too.
-        answers[client] = judged(answers[client], case, client, broken=arguments.broken)
         kept.write_text(json.dumps(results, indent=1) + "\n")
         line = f"{case.name} in {client}: {table.in_words(answers[client])}\n"
         sys.stdout.write(line)
         sys.stdout.flush()
         bad += [] if answers[client]["good"] else [line]
     if arguments.docs:
-        table.write_into(ROOT / "docs" / "servers.md", results)
+        both = (_earlier(work / name, broken=name == "broken.json") for name in ("results.json", "broken.json"))
+        table.write_into(ROOT / "docs" / "servers.md", *both)
     sys.stdout.write(f"\n{len(pairs)} results, {len(bad)} not as they should be\n{''.join(bad)}")
     return int(bool(bad))
+
+
+def _earlier(kept: Path, *, broken: bool) -> dict:
+    """Results of earlier runs; refusals that are expected by now are so in them, too."""
+    results = json.loads(kept.read_text()) if kept.exists() else {}
+    for name, record in results.items():
+        for client, answer in record["answers"].items() if name in CASES else ():
+            record["answers"][client] = judged(answer, CASES[name], client, broken=broken)
+    return results
 
 
 def _pairs(arguments: argparse.Namespace):

@@ -1,5 +1,6 @@
 """The results as text: one line each while they come, and the tables of `docs/servers.md`."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from cases import CASES, Case
@@ -25,8 +26,8 @@ def in_words(answer: dict) -> str:
     return f"{answer['outcome']}: {_shortened(answer['message'])}"
 
 
-def write_into(page: Path, results: dict) -> None:
-    """Replace the marked section of a page.
+def write_into(page: Path, results: dict, broken: dict) -> None:
+    """Replace the marked section of a page by the results, and those of damaged copies.
 
     Raises:
         ValueError: If the page has no such section.
@@ -35,17 +36,23 @@ def write_into(page: Path, results: dict) -> None:
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"{page} has no section between {BEGIN} and {END}")
-    page.write_text(f"{before}{BEGIN}\n\n{markdown(results)}\n{END}{after}")
+    page.write_text(f"{before}{BEGIN}\n\n{markdown(results, broken)}\n{END}{after}")
 
 
-def markdown(results: dict) -> str:
+def markdown(results: dict, broken: dict) -> str:
     """All results, a table per format, with the messages of refusals and failures below it."""
     tables = []
     for part, title in _TITLES.items():
-        cases = [case for case in CASES.values() if _part(case) == part and results.get(case.name, {}).get("answers")]
+        cases = _with_answers(results, lambda case, part=part: _part(case) == part)
         if cases:
             tables.append(f"### {title}\n\n{_table(cases, results)}")
+    if damaged := _with_answers(broken, lambda _case: True):
+        tables.append(f"### Damaged copies, where each client has to differ\n\n{_table(damaged, broken, 'agrees')}")
     return f"{_summary(results)}\n\n" + "\n".join(tables)
+
+
+def _with_answers(results: dict, wanted: Callable[[Case], bool]) -> list[Case]:
+    return [case for case in CASES.values() if wanted(case) and results.get(case.name, {}).get("answers")]
 
 
 def _part(case: Case) -> str:
@@ -74,25 +81,25 @@ def _summary(results: dict) -> str:
     return "\n".join(lines)
 
 
-def _table(cases: list[Case], results: dict) -> str:
+def _table(cases: list[Case], results: dict, bad: str = "differs") -> str:
     clients = [name for name in CLIENTS if any(name in results[case.name]["answers"] for case in cases)]
     header = ["checkpoint", *(CLIENTS[name].title for name in clients)]
     lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
     messages: dict[str, int] = {}
     for case in cases:
         answers = results[case.name]["answers"]
-        cells = [_cell(answers.get(name), messages) for name in clients]
+        cells = [_cell(answers.get(name), messages, bad) for name in clients]
         lines.append(f"| {' | '.join([_described(case), *cells])} |")
     notes = [f"{number}. {message}" for message, number in messages.items()]
     return "\n".join([*lines, "", *notes, *([""] if notes else [])])
 
 
-def _cell(answer: dict | None, messages: dict[str, int]) -> str:
+def _cell(answer: dict | None, messages: dict[str, int], bad: str) -> str:
     if answer is None:
         return ""
     if "mean" in answer:
         numbers = f"{answer['mean']:.4f} / {answer['allowed']:.4f}"
-        return numbers if answer["outcome"] == "agrees" else f"**differs** {numbers}"
+        return f"**{bad}** {numbers}" if answer["outcome"] == bad else numbers
     number = messages.setdefault(_shortened(answer["message"]), len(messages) + 1)
     kind = answer["outcome"]
     return f"{kind} ({number})" if kind == "refused" else f"**{kind}** ({number})"
