@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -129,6 +130,8 @@ class _Running:
         self._process = subprocess.Popen(
             [python, HERE / client.script, *client.options],
             env=foreign_environment(client.variables),
+            # Some leave logs where they run.
+            cwd=tempfile.gettempdir(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             # With what it starts in turn, so that nothing is left when it has to be ended.

@@ -4,6 +4,7 @@ import contextlib
 import json
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import TextIO
 
@@ -77,7 +78,15 @@ def _other(maker: str, arguments: list[str], sink: TextIO) -> int:
     command = [environments.interpreter(maker), HERE / f"make_{maker}.py", *arguments]
     # Without it GPTQModel 7.7.0 gives itself one worker on few cores, and then wants two.
     variables = foreign_environment(UNCOMPILED | {"GPTQMODEL_CPU_WORKERS": "2"})
-    return subprocess.run(command, env=variables, stdout=sink, stderr=sink, timeout=MADE_WITHIN).returncode
+    return subprocess.run(
+        # Some leave logs where they run.
+        command,
+        env=variables,
+        cwd=tempfile.gettempdir(),
+        stdout=sink,
+        stderr=sink,
+        timeout=MADE_WITHIN,
+    ).returncode
 
 
 def _arguments(case: Case, directory: Path, work: Path) -> list:

@@ -89,7 +89,7 @@ def _table(cases: list[Case], results: dict, bad: str = "differs") -> str:
     for case in cases:
         answers = results[case.name]["answers"]
         cells = [_cell(answers.get(name), messages, bad) for name in clients]
-        of = f"{case.format}: " if len({case.format for case in cases}) > 1 else ""
+        of = f"{case.format}: " if bad == "agrees" else ""
         lines.append(f"| {' | '.join([of + _described(case), *cells])} |")
     notes = [f"{number}. {message}" for message, number in messages.items()]
     return "\n".join([*lines, "", *notes, *([""] if notes else [])])
