@@ -257,6 +257,9 @@ def test_tensor_parallel_sizes_follow_each_clients_multiples():
     wide = tuple(replace(target, rows=1024, columns=4096) for target in targets(group_size=32))
     sizes = {client: verdict.tensor_parallel for client, verdict in found("gptq", wide).items()}
     assert (sizes["vllm-cpu"], sizes["vllm-gpu"], sizes["sglang"]) == (32, 64, 16)
+    flat = tuple(replace(target, rows=4096, columns=1024) for target in targets(group_size=32))
+    sizes = {client: verdict.tensor_parallel for client, verdict in found("gptq", flat).items()}
+    assert (sizes["vllm-cpu"], sizes["sglang"]) == (32, 8)
     assert found("gptq", targets(bits=3))["vllm-gpu"].tensor_parallel is None
 
 

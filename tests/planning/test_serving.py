@@ -83,6 +83,10 @@ def test_an_unknown_name_is_refused_with_those_that_are_known(names):
         ("vllm-gpu", "gptq", {"bits": 3}, ["--bits 4"]),
         ("vllm-cpu", "gptq", {"group_size": 16}, ["--group-size 32", "--format compressed-tensors"]),
         ("vllm-gpu", "gptq", {"group_size": 16}, ["--group-size 32"]),
+        # One group per row is far from two inputs per group, whatever the numbers say.
+        ("vllm-gpu", "gptq", {"group_size": 2}, ["--group-size 32"]),
+        # What would leave the client unknown is no way out.
+        ("vllm-cpu", "gptq", {"bits": 8, "transposed": True}, []),
         ("vllm-cpu", "gptq", {"bits": 3, "symmetric": False}, ["no --asymmetric with --bits 4"]),
         ("vllm-cpu", "gptq", {"rows": 48}, []),
     ],
@@ -94,6 +98,10 @@ def test_the_fewest_changes_that_help_are_offered(client, output_format, planned
 
 def test_a_group_size_is_offered_only_where_it_divides_the_inputs():
     assert remedies("vllm-gpu", "gptq", weights(columns=208, group_size=16), BLOCKS)[0] == "--group-size -1"
+
+
+def test_a_group_size_must_divide_the_inputs_in_formats_without_a_dialect_too():
+    assert remedies("llama.cpp", "gguf", weights(columns=160, group_size=48), BLOCKS)[0] == "--group-size 32"
 
 
 def test_a_format_is_offered_only_where_it_holds_the_weights():
@@ -112,6 +120,11 @@ def test_every_kind_of_block_counts_for_an_offer():
     mixed = (*weights(1, columns=208, group_size=16), *weights(2, columns=128, group_size=16)[1:])
     for planned in (mixed, mixed[::-1]):
         assert remedies("vllm-gpu", "gptq", planned, BLOCKS)[0] == "--group-size -1"
+
+
+def test_a_block_that_differs_in_its_storage_only_counts_too():
+    mixed = (*weights(1, bits=8, transposed=True), *weights(2, bits=8)[1:])
+    assert remedies("vllm-cpu", "gptq", mixed, BLOCKS) == []
 
 
 def test_where_no_change_helps_the_message_says_so():

@@ -3,6 +3,7 @@ import pytest
 from hessquant.config import Config
 from hessquant.errors import GroupSizeError, PlanError
 from hessquant.planning import make_plan
+from hessquant.planning.shapes import Shape, tensor_parallel
 
 
 def test_a4_group_size_that_does_not_divide_is_refused_with_every_weight_and_the_fix(llama):
@@ -67,3 +68,13 @@ def test_rows_that_do_not_fill_words_are_refused(llama):
 )
 def test_tensor_parallel_divides_rows_and_groups(llama, changes, group_size, expected):
     assert make_plan(*llama(**changes), Config(group_size=group_size)).tensor_parallel == expected
+
+
+def test_every_part_of_a_divided_weight_fills_whole_words_on_both_sides():
+    assert tensor_parallel([Shape(64, 1024, 4, -1)]) == tensor_parallel([Shape(1024, 64, 4, -1)]) == 8
+
+
+def test_the_weight_that_divides_least_decides_with_settings_of_its_own():
+    coarse, fine = Shape(1024, 1024, 4, 128), Shape(1024, 1024, 8, 32)
+    assert (tensor_parallel([coarse]), tensor_parallel([fine])) == (8, 32)
+    assert tensor_parallel([fine, coarse]) == 8

@@ -129,7 +129,7 @@ def write_checkpoint(
             return {names[part]: tensor for part, tensor in parts.items()}
         return {unit.source: source.read(unit.source)}
 
-    with _writing(out):
+    with writing(out):
         out.mkdir(parents=True, exist_ok=True)
         with replacing(out / RUN_MARK) as stream:
             stream.write(run.encode())
@@ -180,7 +180,7 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         CheckpointError: If the disk is full or fails.
     """
-    with _writing(path), replacing(path) as stream:
+    with writing(path), replacing(path) as stream:
         stream.write(text.encode())
 
 
@@ -190,7 +190,7 @@ def complete(out: Path, config: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: If the disk is full or fails.
     """
-    with _writing(out):
+    with writing(out):
         try:
             _write_json(out / CONFIG_FILE, config)
             (out / RUN_MARK).unlink()
@@ -200,7 +200,7 @@ def complete(out: Path, config: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
     """Tell an operating system's error as one of ours."""
     try:
         yield

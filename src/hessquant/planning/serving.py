@@ -80,14 +80,15 @@ def _of_unlike_blocks(targets: Iterable[Target]) -> list[Target]:
 
 
 def _candidates(output_format: str, targets: Sequence[Target], count: int) -> Iterator[tuple[str, dict[str, int]]]:
-    """Every format and settings for all weights that differ from the plan in just `count` things."""
+    """Every format, and settings for all weights, where just `count` things are set anew.
+
+    Some are as planned already; then fewer changes do, and were tried before.
+    """
     for other_format in (output_format, *(name for name in get_args(Format) if name != output_format)):
         settings = count - (other_format != output_format)
         for names in combinations(_TRIED, settings):
             for values in product(*(_nearest_first(name, targets[0]) for name in names)):
-                changes = dict(zip(names, values, strict=True))
-                if all({getattr(target, name) for target in targets} != {value} for name, value in changes.items()):
-                    yield other_format, changes
+                yield other_format, dict(zip(names, values, strict=True))
 
 
 def _nearest_first(name: str, planned: Target) -> list[int]:

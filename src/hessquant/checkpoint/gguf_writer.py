@@ -1,0 +1,162 @@
+"""Writing a whole model as one GGUF file: its header first, then tensor by tensor."""
+
+import io
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import gguf
+import numpy as np
+import torch
+from gguf.gguf_writer import WriterState
+from torch import Tensor
+
+from hessquant.checkpoint.gguf_contents import Entry, architecture_of, contents_of, file_type
+from hessquant.checkpoint.gguf_tokenizer import Tokenizer, read_tokenizer
+from hessquant.checkpoint.reader import TensorSource
+from hessquant.checkpoint.shards import raw_bytes
+from hessquant.checkpoint.writer import writing
+from hessquant.core.grid import Grid, QuantizedWeight
+from hessquant.errors import CheckpointError
+from hessquant.files import replacing
+from hessquant.formats.gguf_blocks import BLOCK_TYPES, pack
+from hessquant.formats.gguf_models import row_order
+from hessquant.formats.gguf_settings import Value, model_settings, rope_factors, shape_of
+from hessquant.records import Plan
+
+VERSION_KEY = "hessquant.version"
+"""Where the file says what wrote it."""
+
+ALIGNMENT = int(gguf.GGUF_DEFAULT_ALIGNMENT)
+"""Tensors begin at multiples of this."""
+
+
+def write_gguf(
+    path: Path,
+    source: TensorSource,
+    source_directory: Path,
+    plan: Plan,
+    quantized: Mapping[str, QuantizedWeight],
+    version: str,
+) -> int:
+    """Write the source with its targets replaced by quantized weights, as llama.cpp opens it.
+
+    Every weight of `quantized` is asked for once, when its turn has come. The file appears under its name when it is
+    whole and on disk.
+
+    Args:
+        path: The file.
+        source: The checkpoint that the untouched tensors and the config come from.
+        source_directory: Directory with the tokenizer's files.
+        plan: What was decided.
+        quantized: Weight per target name.
+        version: Version to sign the file with.
+
+    Returns:
+        Bytes of the file.
+
+    Raises:
+        PlanError: If the model has no GGUF form.
+        SourceError: If its files cannot be read.
+        CheckpointError: If a weight has no place in the format, or the disk is full or fails.
+    """
+    entries = contents_of(source.config, plan)
+    header = _header(entries, source.config, source_directory, plan, version)
+    with writing(path), replacing(path) as stream:
+        stream.write(header + _padding(len(header)))
+        for entry in entries:
+            content = raw_bytes(_stored(entry, source, quantized))
+            size = content.numel()
+            if size != entry.bytes:
+                raise CheckpointError(f"{entry.source}: planned as {entry.bytes} bytes, but got {size}")
+            stream.write(content.numpy().data)
+            stream.write(_padding(size))
+    return path.stat().st_size
+
+
+def _padding(size: int) -> bytes:
+    return bytes(-size % ALIGNMENT)
+
+
+def _stored(entry: Entry, source: TensorSource, quantized: Mapping[str, QuantizedWeight]) -> Tensor:
+    """What is stored of one tensor."""
+    name, heads = entry.source, entry.place.heads
+    if name is None:
+        return rope_factors(source.config)
+    if entry.kind in BLOCK_TYPES:
+        try:
+            return pack(_ordered(quantized[name], heads))
+        except CheckpointError as error:
+            raise CheckpointError(f"{name}: {error}") from error
+    tensor = source.read(name)
+    if heads:
+        tensor = tensor[row_order(len(tensor), heads)]
+    if len(entry.shape) == 1:
+        tensor = tensor.to(torch.float32)
+        return tensor + 1 if entry.place.plus_one else tensor
+    return tensor
+
+
+def _ordered(weight: QuantizedWeight, heads: int) -> QuantizedWeight:
+    """A weight with its rows, and their scales and zeros, in the file's order."""
+    if not heads:
+        return weight
+    order, grid = row_order(len(weight.codes), heads), weight.grid
+    return QuantizedWeight(
+        weight.codes.cpu()[order], Grid(grid.spec, grid.scales.cpu()[order], grid.zeros.cpu()[order])
+    )
+
+
+def _header(entries: list[Entry], config: Mapping[str, Any], source_directory: Path, plan: Plan, version: str) -> bytes:
+    """Everything before the tensors, by the gguf package."""
+    writer = gguf.GGUFWriter(None, architecture_of(config))
+    writer.add_type(gguf.GGUFType.MODEL)
+    writer.add_name(_title(plan))
+    writer.add_file_type(file_type(entries))
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_string(VERSION_KEY, version)
+    for key, value in model_settings(config).items():
+        _add(writer, key, value)
+    _add_tokenizer(writer, read_tokenizer(source_directory, shape_of(config).vocabulary))
+    for entry in entries:
+        # The dtype is not looked at when the kind is given; it only says that the shape is not one of bytes.
+        writer.add_tensor_info(entry.place.name, entry.shape, np.dtype(np.float32), entry.bytes, entry.kind)
+    # The package writes to a file it opens itself; here, the header is all it writes.
+    written = io.BytesIO()
+    writer.fout, writer.state = [cast("io.BufferedWriter", written)], WriterState.EMPTY
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    return written.getvalue()
+
+
+def _title(plan: Plan) -> str:
+    """The model's name without any folder it lies in."""
+    last = re.split(r"[\\/]", plan.source.rstrip("\\/"))[-1]
+    return last.removesuffix(".gguf") or plan.architecture
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Value) -> None:
+    match value:
+        case bool():
+            writer.add_bool(key, value)
+        case int():
+            writer.add_uint32(key, value)
+        case float():
+            writer.add_float32(key, value)
+        case str():
+            writer.add_string(key, value)
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
+    vocabulary = tokenizer.vocabulary
+    writer.add_tokenizer_model(vocabulary.model)
+    writer.add_tokenizer_pre(vocabulary.pre)
+    writer.add_token_list(vocabulary.texts)
+    writer.add_token_types(vocabulary.kinds)
+    if vocabulary.scores is not None:
+        writer.add_token_scores(vocabulary.scores)
+    if vocabulary.space_prefix is not None:
+        writer.add_add_space_prefix(vocabulary.space_prefix)
+    tokenizer.special.add_to_gguf(writer, quiet=True)
