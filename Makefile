@@ -36,8 +36,10 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/quality.py
 	$(BIN)/python benchmarks/peers.py
 
+# Half an hour, and the first time as long again for the clients' environments. What was run before is not run again:
+# `make acceptance AGAIN=--again` after a change. The tables of docs/servers.md are written anew.
 acceptance: $(STAMP)
-	$(BIN)/python tests/acceptance/run.py
+	$(BIN)/python tests/acceptance/run.py --docs $(AGAIN)
 
 clean:
 	rm -rf $(VENV) .venvs out

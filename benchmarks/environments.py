@@ -8,7 +8,7 @@ import subprocess
 import sys
 import venv
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,11 +23,13 @@ class Environment:
         steps: Arguments of one `pip` call each. The last pinned distribution must come last, so
             that an interrupted installation is not taken for a finished one.
         absent: Distributions that must not be there.
+        variables: Environment variables of the installation.
     """
 
     pins: dict[str, str]
     steps: tuple[tuple[str, ...], ...]
     absent: tuple[str, ...] = ()
+    variables: dict[str, str] = field(default_factory=dict)
 
 
 # GPTQModel 7.7.0 asks for torch 2.14, of which there is no CPU build everywhere; it runs on 2.13. So
@@ -78,6 +80,19 @@ ENVIRONMENTS = {
         ),
         absent=_VLLM_UNUSED,
     ),
+    "transformers-ct": Environment(
+        pins={"torch": "2.13.0", "transformers": "5.24.0", "accelerate": "1.15.0", "compressed-tensors": "0.20.1"},
+        steps=(
+            ("install", "torch==2.13.0"),
+            ("install", "torch==2.13.0", "transformers==5.24.0", "accelerate==1.15.0", "compressed-tensors==0.20.1"),
+        ),
+    ),
+    # Compiled here, in a quarter of an hour on one core; it needs a C++ compiler.
+    "llamacpp": Environment(
+        pins={"numpy": "2.4.6", "llama-cpp-python": "0.3.36"},
+        steps=(("install", "numpy==2.4.6"), ("install", "numpy==2.4.6", "llama-cpp-python==0.3.36")),
+        variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"},
+    ),
 }
 
 
@@ -93,7 +108,8 @@ def interpreter(name: str) -> Path:
     venv.create(directory, with_pip=True)
     subprocess.run([python, "-m", "pip", "install", "--quiet", "--upgrade", "pip"], check=True)
     for step in environment.steps:
-        subprocess.run([python, "-m", "pip", *step[:1], "--quiet", *step[1:]], check=True)
+        command = [python, "-m", "pip", *step[:1], "--quiet", *step[1:]]
+        subprocess.run(command, check=True, env=os.environ | environment.variables)
     if not _is_as_pinned(python, environment):
         raise RuntimeError(f"{directory} does not hold {environment.pins} after installation")
     return python

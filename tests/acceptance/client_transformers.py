@@ -1,28 +1,54 @@
-"""Log-probabilities of a passage by transformers with optimum and GPTQModel; run by the python of their environment.
+"""Log-probabilities of a passage by transformers; called as `answering.py` says, by the python of an environment that
+holds what transformers needs for the format: optimum and gptqmodel, or compressed-tensors.
 
-python client_transformers.py CHECKPOINT IDS.json RESULT.json
+    --dtype TYPE     16-bit type to load in; the checkpoint's own by default
+    --dequantize     decode all weights of compressed-tensors while loading
+    --backend NAME   kernel of GPTQModel; otherwise it chooses one
+    --uses NAME...   distributions whose versions count
 """
 
-import json
+import argparse
 import sys
-from importlib.metadata import version
-from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM
+from answering import Passage, answer, versions
+
+PACKED = ("qweight", "weight_packed")
 
 
-@torch.inference_mode()
-def main(checkpoint: str, ids_file: str, result_file: str) -> None:
-    ids = torch.tensor([json.loads(Path(ids_file).read_text())])
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16, device_map="cpu")
-    kinds = {type(module).__name__ for module in model.modules() if hasattr(module, "qweight")}
-    if not kinds:
-        raise SystemExit("transformers opened the checkpoint without a quantized layer in it")
-    logprobs = model(ids).logits[0, :-1].float().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-    versions = ", ".join(f"{name} {version(name)}" for name in ("transformers", "optimum", "gptqmodel"))
-    Path(result_file).write_text(json.dumps({"version": versions, "logprobs": logprobs.tolist()}))
+def ask(checkpoint: str, passage: Passage, *options: str) -> list[float]:
+    import torch
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig, GPTQConfig
+
+    given = _parse(options)
+    loading = {}
+    if given.dequantize:
+        loading["quantization_config"] = CompressedTensorsConfig(dequantize=True)
+    if given.backend:
+        # Of its settings only this one counts, the others are the checkpoint's.
+        loading["quantization_config"] = GPTQConfig(bits=4, backend=given.backend)
+    dtype = getattr(torch, given.dtype) if given.dtype else "auto"
+    model, outcome = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=dtype, device_map="cpu", output_loading_info=True, **loading
+    )
+    # It says so in a table of warnings only, and goes on with random numbers.
+    if outcome["missing_keys"]:
+        raise RuntimeError(f"transformers opened the checkpoint with random numbers for {outcome['missing_keys']}")
+    if not given.dequantize and not any(hasattr(module, part) for module in model.modules() for part in PACKED):
+        raise RuntimeError("transformers opened the checkpoint without a quantized layer in it")
+    with torch.inference_mode():
+        ids = torch.tensor([passage.ids])
+        logits = model(ids).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
+
+
+def _parse(options: tuple[str, ...]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dtype")
+    parser.add_argument("--dequantize", action="store_true")
+    parser.add_argument("--backend")
+    parser.add_argument("--uses", nargs="+", default=[])
+    return parser.parse_args(options)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    answer(ask, versions("transformers", *_parse(tuple(sys.argv[1:])).uses), ["torch", "transformers.models.llama"])

@@ -91,8 +91,12 @@ def weight_shape(parts: Layout, stated: ModuleSettings) -> tuple[int, int]:
 
 
 def choose_checkpoint_format(weights: Iterable[QuantizedWeight]) -> CheckpointFormat:
-    """The most widely read variant that holds these weights: v1, unless a zero of 0 would wrap in it."""
-    return "gptq_v2" if any(bool((weight.grid.zeros == 0).any()) for weight in weights) else "gptq"
+    """The most widely read variant that holds these weights.
+
+    v1 for symmetric weights; v2 otherwise: a zero of 0 would wrap in v1, and GPTQModel takes asymmetric v1 of no other
+    writer than itself.
+    """
+    return "gptq" if all(weight.grid.spec.symmetric for weight in weights) else "gptq_v2"
 
 
 def pack(weight: QuantizedWeight, checkpoint_format: str) -> dict[str, Tensor]:
