@@ -69,7 +69,8 @@ def _remarks(rule: Rule) -> str:
         if mixing.opens == "no"
     ]
     if rule.head is not None:
-        said.append(f"takes a quantized head ({rule.head.source})")
+        verdict = "takes a quantized head" if rule.head.opens == "yes" else f"no quantized head: {rule.head.why}"
+        said.append(f"{verdict} ({rule.head.evidence.source})")
     sources = dict.fromkeys(
         [rule.evidence.source, *(mixing.evidence.source for mixing in rule.mixed if mixing.opens == "yes")]
     )

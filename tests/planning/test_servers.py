@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from hessquant.config import CLIENTS
+from hessquant.planning.rule import Evidence, Head, Mixing
 from hessquant.planning.server_rules import RULES
 from hessquant.planning.servers import judge, verdicts
 from hessquant.records import Target
@@ -64,7 +65,11 @@ def test_every_client_has_one_row_per_format_and_device():
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.name}-{rule.format}")
 def test_every_row_says_how_it_is_known(rule):
-    evidences = [rule.evidence, *(mixing.evidence for mixing in rule.mixed)]
+    evidences = [
+        rule.evidence,
+        *(mixing.evidence for mixing in rule.mixed),
+        *([rule.head.evidence] if rule.head else []),
+    ]
     assert all(evidence.source for evidence in evidences)
     assert all(("run here" in evidence.source) == (evidence.basis == "measured") for evidence in evidences)
     assert rule.reads or rule.note
@@ -173,17 +178,59 @@ def test_documented_rules(output_format, client, settings, expected):
     assert opens(output_format, client, **settings) == expected
 
 
+def rule_of(client, output_format):
+    return next(rule for rule in RULES if rule.name == client and rule.format == output_format)
+
+
 def test_a_mixture_known_by_less_than_its_parts_is_known_by_less():
-    verdict = found("compressed-tensors", targets({"mlp.down_proj": {"symmetric": False}}))["vllm-cpu"]
+    rule = rule_of("vllm-cpu", "compressed-tensors")
+    read = replace(rule, mixed=(Mixing("symmetric", "yes", Evidence("documented", "its source")),))
+    verdict = judge(read, targets({"mlp.down_proj": {"symmetric": False}}), BLOCKS)
     assert (verdict.opens, verdict.basis) == ("yes", "documented")
 
 
 def test_a_mixture_that_nobody_tried_is_unknown():
-    verdict = found("gptq", targets({"mlp.down_proj": {"group_size": 128}}))["transformers"]
+    rule = replace(rule_of("transformers", "gptq"), mixed=())
+    verdict = judge(rule, targets({"mlp.down_proj": {"group_size": 128}}), BLOCKS)
     assert (verdict.opens, verdict.basis) == ("unknown", "not run")
     assert verdict.reason == "never tried with group sizes that differ from weight to weight: 64, 128"
-    verdict = found("gptq", targets({"mlp.down_proj": {"symmetric": False}}))["transformers"]
+    verdict = judge(rule, targets({"mlp.down_proj": {"symmetric": False}}), BLOCKS)
     assert verdict.reason == "never tried with symmetries that differ from weight to weight"
+
+
+@pytest.mark.parametrize(
+    ("output_format", "client", "change", "opens"),
+    [
+        ("gptq", "vllm-cpu", {"bits": 8}, "no"),
+        ("gptq", "vllm-cpu", {"symmetric": False}, "no"),
+        ("gptq", "vllm-cpu", {"group_size": 32}, "yes"),
+        ("gptq", "transformers", {"bits": 8}, "no"),
+        ("gptq", "transformers", {"group_size": 32}, "no"),
+        ("gptq", "transformers", {"symmetric": False}, "yes"),
+        ("compressed-tensors", "vllm-cpu", {"bits": 8}, "no"),
+        ("compressed-tensors", "vllm-cpu", {"symmetric": False}, "yes"),
+        ("compressed-tensors", "vllm-cpu", {"group_size": 32}, "yes"),
+        ("compressed-tensors", "transformers", {"bits": 8}, "yes"),
+        ("compressed-tensors", "transformers", {"group_size": 32}, "yes"),
+        ("compressed-tensors", "transformers", {"symmetric": False}, "no"),
+    ],
+)
+def test_mixtures_are_judged_as_the_acceptance_run_found(output_format, client, change, opens):
+    assert found(output_format, targets({"mlp.down_proj": change}))[client].opens == opens
+
+
+@pytest.mark.parametrize(
+    ("output_format", "client", "opens"),
+    [
+        ("gptq", "vllm-cpu", "yes"),
+        ("gptq", "transformers", "no"),
+        ("compressed-tensors", "vllm-cpu", "yes"),
+        ("compressed-tensors", "transformers", "yes"),
+    ],
+)
+def test_quantized_heads_are_judged_as_the_acceptance_run_found(output_format, client, opens):
+    head = Target("lm_head.weight", len(BLOCKS), 49152, 576, 4, 64, True, False, "lm_head.weight")
+    assert found(output_format, (*targets(), head))[client].opens == opens
 
 
 def test_only_clients_that_fuse_mind_uneven_sets():
@@ -228,7 +275,7 @@ def test_every_fault_is_said_with_its_value():
     ]
     assert found("gguf", targets(group_size=48))["llama.cpp"].reason == "takes group sizes in multiples of 32, not 48"
     eight = found("gguf", targets(bits=8, symmetric=False))["llama.cpp"]
-    assert eight.reason == "takes asymmetric weights of 2, 3, 4 bits only, not 8"
+    assert eight.reason == "takes asymmetric weights of 2, 3, 4, 5, 6, 7 bits only, not 8"
 
 
 def test_beyond_a_rule_that_is_no_limit_the_reason_says_so():
@@ -277,7 +324,13 @@ def test_a_client_is_named_by_itself_or_without_its_device():
 def test_a_quantized_head_is_an_open_question_where_nobody_tried_it():
     head = Target("lm_head.weight", len(BLOCKS), 49152, 576, 4, 64, True, False, "lm_head.weight")
     rule = next(rule for rule in RULES if rule.name == "vllm-cpu" and rule.format == "gptq")
-    tried, untried = replace(rule, head=rule.evidence), replace(rule, head=None)
+    tried, untried = replace(rule, head=Head("yes", rule.evidence)), replace(rule, head=None)
+    refusing = replace(rule, head=Head("no", rule.evidence, "leaves it out"))
+    assert (judge(refusing, (*targets(), head), BLOCKS).opens, judge(refusing, targets(), BLOCKS).opens) == (
+        "no",
+        "yes",
+    )
+    assert judge(refusing, (*targets(), head), BLOCKS).reason == "leaves it out"
     assert judge(tried, (*targets(), head), BLOCKS).opens == "yes"
     verdict = judge(untried, (*targets(), head), BLOCKS)
     assert (verdict.opens, verdict.reason, verdict.basis) == ("unknown", "never tried with a quantized head", "not run")

@@ -25,6 +25,15 @@ class Mixing:
 
 
 @dataclass(frozen=True)
+class Head:
+    """Whether a client opens a checkpoint whose head is quantized; `why` says why not."""
+
+    opens: Literal["yes", "no"]
+    evidence: Evidence
+    why: str = ""
+
+
+@dataclass(frozen=True)
 class Rule:
     """What one client takes of one format.
 
@@ -43,7 +52,7 @@ class Rule:
         fuses: Whether it makes one matrix of weights that share their input, and so refuses different settings there.
         splits: Whether it can divide a quantized weight among devices.
         mixed: What is known of settings that differ from weight to weight; what is not named was never tried.
-        head: How it is known that it takes a quantized head; None = that was never tried.
+        head: What is known of quantized heads; None = nothing.
         dtypes: Activations that it computes with.
         note: Said where the checkpoint fits, or why it does not read the format.
         asymmetric_note: Said besides where a weight is asymmetric.
@@ -65,7 +74,7 @@ class Rule:
     fuses: bool = False
     splits: bool = False
     mixed: tuple[Mixing, ...] = ()
-    head: Evidence | None = None
+    head: Head | None = None
     dtypes: str = ""
     note: str = ""
     asymmetric_note: str = ""

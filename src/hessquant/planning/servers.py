@@ -65,8 +65,11 @@ def _findings(rule: Rule, targets: Sequence[Target], blocks: Sequence[str]) -> I
     yield from _mixtures(rule, targets)
     if any(target.transposed for target in targets):
         yield _Finding("unknown", "never tried with Conv1D weights", "not run")
-    if rule.head is None and any(target.block == len(blocks) for target in targets):
-        yield _Finding("unknown", "never tried with a quantized head", "not run")
+    if any(target.block == len(blocks) for target in targets):
+        if rule.head is None:
+            yield _Finding("unknown", "never tried with a quantized head", "not run")
+        elif rule.head.opens == "no":
+            yield _Finding("no", rule.head.why, rule.head.evidence.basis)
     yield _Finding(rule.fits, _praise(rule, targets), basis)
 
 
