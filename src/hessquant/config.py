@@ -7,7 +7,7 @@ from hessquant.errors import ConfigError
 
 Order = Literal["activation", "natural", "group"]
 Scales = Literal["static", "dynamic"]
-Format = Literal["gptq", "compressed-tensors"]
+Format = Literal["gptq", "compressed-tensors", "gguf"]
 CaptureMethod = Literal["auto", "once", "passes"]
 
 CLIENTS = ("vllm", "vllm-cpu", "vllm-gpu", "transformers", "sglang", "llama.cpp")

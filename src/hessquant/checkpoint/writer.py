@@ -25,6 +25,9 @@ from hessquant.records import Plan, Target, TensorInfo
 QUANTIZATION_FILE = "quantize_config.json"
 """Where GPTQ readers older than `config.json`'s `quantization_config` look."""
 
+GGUF_FILE = "model.gguf"
+"""The one file of a model in the gguf format."""
+
 RUN_MARK = ".hessquant-run"
 """Names the run that is writing a directory; gone when the checkpoint is complete."""
 
@@ -129,11 +132,8 @@ def write_checkpoint(
             return {names[part]: tensor for part, tensor in parts.items()}
         return {unit.source: source.read(unit.source)}
 
+    begin(out, run)
     with writing(out):
-        out.mkdir(parents=True, exist_ok=True)
-        with replacing(out / RUN_MARK) as stream:
-            stream.write(run.encode())
-        withdraw(out)
         for file, units in shards.items():
             write_shard(out / file, units, make)
         _copy_sidecars(source_directory, out, reports)
@@ -153,6 +153,19 @@ def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
     inner = {name: _untied(value) for name, value in config.items() if name == "text_config"}
     # Stated even where it was not: some classes tie by default.
     return {**config, **inner, "tie_word_embeddings": False}
+
+
+def begin(out: Path, run: str) -> None:
+    """Make a directory this run's; it does not pass for a checkpoint from now on.
+
+    Raises:
+        CheckpointError: If the disk is full or fails.
+    """
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        with replacing(out / RUN_MARK) as stream:
+            stream.write(run.encode())
+        withdraw(out)
 
 
 def refuse_sidecars(source: Path, out: Path, reports: Collection[str]) -> None:
@@ -273,5 +286,6 @@ def _sidecars(source: Path, out: Path) -> Iterator[Path]:
 
 
 def withdraw(out: Path) -> None:
-    """Take a written checkpoint's config.json away, so that it does not pass for a sound one."""
-    (out / CONFIG_FILE).unlink(missing_ok=True)
+    """Take away what makes a written directory pass for a sound checkpoint."""
+    for name in (CONFIG_FILE, GGUF_FILE):
+        (out / name).unlink(missing_ok=True)

@@ -152,13 +152,16 @@ def _decoded(octets: npt.NDArray[np.uint8], block: BlockType) -> npt.NDArray[np.
     scales = np.ascontiguousarray(octets[:, :_SCALE_BYTES]).view("<f2").astype(np.float32)
     content = octets[:, _SCALE_BYTES:]
     if block.bits == 8:
-        return np.ascontiguousarray(content).view(np.int8).astype(np.float32) * scales
+        with np.errstate(invalid="ignore"):
+            return np.ascontiguousarray(content).view(np.int8).astype(np.float32) * scales
     fifths, nibbles = content[:, :-_HALF], content[:, -_HALF:]
     values = np.concatenate([_NIBBLES[0][nibbles], _NIBBLES[1][nibbles]], axis=1)
     if block.bits == 5:
         values += np.unpackbits(fifths, axis=1, bitorder="little").astype(np.float32) * np.float32(16)
     values -= np.float32(block.offset)
-    values *= scales
+    # Zero times a damaged scale is no error here: whoever looks for damage looks at the values.
+    with np.errstate(invalid="ignore"):
+        values *= scales
     return values
 
 

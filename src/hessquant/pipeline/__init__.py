@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+from hessquant.checkpoint.gguf_inspect import inspect_gguf
 from hessquant.checkpoint.inspect import inspect_checkpoint
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.config import Config
-from hessquant.models.source import resolve
+from hessquant.models.source import only_gguf, resolve
 from hessquant.pipeline.evaluating import evaluate
 from hessquant.pipeline.exporting import export
+from hessquant.pipeline.publishing import refuse_form
 from hessquant.pipeline.quantizing import quantize
 from hessquant.planning import plan as planning
 from hessquant.records import Inspection, Plan
@@ -24,7 +26,9 @@ def make_plan(model: str, config: Config | None = None) -> Plan:
     config = config or Config()
     source = resolve(model, trust_remote_code=config.trust_remote_code)
     with CheckpointReader(source.directory) as reader:
-        return planning.make_plan(source, reader.tensors, config)
+        plan = planning.make_plan(source, reader.tensors, config)
+        refuse_form(config, reader, source.directory, plan)
+        return plan
 
 
 def inspect(directory: Path | str) -> Inspection:
@@ -33,4 +37,6 @@ def inspect(directory: Path | str) -> Inspection:
     Raises:
         SourceError: If it cannot be opened as a checkpoint at all.
     """
-    return inspect_checkpoint(Path(directory))
+    path = Path(directory)
+    file = path if path.suffix == ".gguf" and path.is_file() else only_gguf(path)
+    return inspect_checkpoint(path) if file is None else inspect_gguf(file)

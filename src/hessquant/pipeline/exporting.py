@@ -16,7 +16,7 @@ from hessquant.errors import CheckpointError, PlanError
 from hessquant.formats.dialect import half_scales
 from hessquant.models.source import ModelSource
 from hessquant.pipeline.progress import SILENT
-from hessquant.pipeline.publishing import digest, write_verified
+from hessquant.pipeline.publishing import digest, refuse_form, write_verified
 from hessquant.planning.plan import plan_export
 from hessquant.records import ExportReport, Plan, Progress, RunReport
 from hessquant.report.html import PAGE_NAME, to_html
@@ -53,6 +53,7 @@ def export(
         unpacked = UnpackedCheckpoint(reader)
         source = ModelSource(checkpoint.name, checkpoint)
         plan = plan_export(source, unpacked.tensors, unpacked.packed, config)
+        refuse_form(config, unpacked, checkpoint, plan)
         if on_plan is not None:
             on_plan(plan)
         # What is in the files, but for the values: all is written again anyway.

@@ -8,11 +8,15 @@ from functools import partial
 from pathlib import Path
 
 from hessquant import __version__
-from hessquant.checkpoint.reader import TensorSource
+from hessquant.checkpoint.gguf_contents import gguf_fault
+from hessquant.checkpoint.gguf_verify import verify_gguf
+from hessquant.checkpoint.gguf_writer import write_gguf
+from hessquant.checkpoint.reader import CONFIG_FILE, TensorSource
 from hessquant.checkpoint.verify import verify
-from hessquant.checkpoint.writer import complete, write_checkpoint
+from hessquant.checkpoint.writer import GGUF_FILE, RUN_MARK, begin, complete, write_checkpoint, writing
 from hessquant.config import Config
 from hessquant.core.grid import QuantizedWeight
+from hessquant.errors import PlanError
 from hessquant.records import Plan, Progress
 
 
@@ -61,6 +65,8 @@ def write_verified(
         VerificationError: If what was written decodes to anything else.
     """
     progress.stage("write", 1)
+    if output.format == "gguf":
+        return _write_gguf(out, source, source_directory, plan, quantized, run, progress)
     written = write_checkpoint(
         out,
         source,
@@ -78,6 +84,49 @@ def write_verified(
     verified = verify(out, written, quantized, source, plan)
     progress.advance(out.name)
     return Written(verified, partial(complete, out, written))
+
+
+def refuse_form(config: Config, source: TensorSource, source_directory: Path, plan: Plan) -> None:
+    """Refuse a model that has no form in the format, where that depends on more than its weights.
+
+    Raises:
+        PlanError: Saying why.
+    """
+    fault = gguf_fault(source.config, source_directory, plan) if config.format == "gguf" else None
+    if fault is not None:
+        raise PlanError(f"the gguf format cannot hold this model: {fault}")
+
+
+def is_complete(out: Path) -> bool:
+    """Whether a directory holds what only `Written.complete` puts there."""
+    return (out / CONFIG_FILE).is_file() or (out / GGUF_FILE).is_file()
+
+
+def _write_gguf(
+    out: Path,
+    source: TensorSource,
+    source_directory: Path,
+    plan: Plan,
+    quantized: Mapping[str, QuantizedWeight],
+    run: str,
+    progress: Progress,
+) -> Written:
+    """One file for all; the tokenizer is in it, so nothing else is copied."""
+    begin(out, run)
+    # No reader takes it for a model by this name.
+    draft = out / f".{GGUF_FILE}.unverified"
+    write_gguf(draft, source, source_directory, plan, quantized, __version__)
+    progress.advance(out.name)
+    progress.stage("verify", 1)
+    verified = verify_gguf(draft, source, plan, quantized)
+    progress.advance(out.name)
+
+    def complete_file() -> None:
+        with writing(out):
+            draft.rename(out / GGUF_FILE)
+            (out / RUN_MARK).unlink()
+
+    return Written(verified, complete_file)
 
 
 def digest(value: object) -> str:

@@ -13,7 +13,7 @@ import transformers
 
 from hessquant import __version__
 from hessquant.checkpoint.audit import audit
-from hessquant.checkpoint.reader import CONFIG_FILE, CheckpointReader
+from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.writer import RUN_MARK, refuse_output, refuse_sidecars, write_text
 from hessquant.config import Config
 from hessquant.files import held_bytes
@@ -22,7 +22,7 @@ from hessquant.models.source import resolve
 from hessquant.models.stream import StreamedModel
 from hessquant.pipeline.blocks import Outcome, quantize_blocks
 from hessquant.pipeline.progress import SILENT
-from hessquant.pipeline.publishing import digest, write_verified
+from hessquant.pipeline.publishing import digest, is_complete, refuse_form, write_verified
 from hessquant.pipeline.windows import windows_for
 from hessquant.planning import plan as planning
 from hessquant.records import CalibrationRecord, Plan, Progress, RunReport
@@ -78,6 +78,7 @@ def quantize(
     source = resolve(model, trust_remote_code=config.trust_remote_code)
     with CheckpointReader(source.directory) as reader:
         plan = planning.make_plan(source, reader.tensors, config)
+        refuse_form(config, reader, source.directory, plan)
         if on_plan is not None:
             on_plan(plan)
         finished = _finished(out)
@@ -119,7 +120,7 @@ def quantize(
 
 def _finished(out: Path) -> RunReport | None:
     """The report of the complete checkpoint in a directory; None if it holds no such thing."""
-    if not (out / CONFIG_FILE).is_file():
+    if not is_complete(out):
         return None
     try:
         return from_json((out / REPORT_NAME).read_text(encoding="utf-8"))

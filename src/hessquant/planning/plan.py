@@ -7,15 +7,15 @@ from transformers import PreTrainedConfig
 
 from hessquant.config import Config
 from hessquant.errors import PlanError, SourceError
-from hessquant.formats.dialect import ModuleSettings, PackedWeight
-from hessquant.formats.dialects import DIALECTS
+from hessquant.formats.dialect import ModuleSettings, PackedWeight, settings_of
+from hessquant.formats.outputs import OUTPUTS
 from hessquant.models.probe import Probe, ProbedProduct, probe
 from hessquant.models.source import ModelSource, load_config
 from hessquant.planning.servers import verdicts
 from hessquant.planning.serving import refuse_unserved
 from hessquant.planning.settings import assign_settings, refuse_format
 from hessquant.planning.shapes import tensor_parallel
-from hessquant.planning.size import activation_budget, bits_per_weight, memory_bytes, packed_bytes
+from hessquant.planning.size import activation_budget, bits_per_weight, memory_bytes
 from hessquant.planning.targets import head_product, reason_left, select_targets
 from hessquant.records import Plan, Target, TensorInfo, Untouched
 
@@ -124,7 +124,8 @@ def _plan(
         bits_per_weight=bits_per_weight(targets),
         unquantized_share=untouched_bytes / source_bytes,
         source_bytes=source_bytes,
-        output_bytes=untouched_bytes + sum(packed_bytes(target, DIALECTS[config.format]) for target in targets),
+        output_bytes=untouched_bytes
+        + sum(OUTPUTS[config.format].packed_bytes(t.rows, t.columns, settings_of(t)) for t in targets),
         memory_bytes=memory,
         tensor_parallel=tensor_parallel(targets),
         servers=servers,

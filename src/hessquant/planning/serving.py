@@ -8,7 +8,7 @@ from typing import get_args
 from hessquant.config import Format
 from hessquant.errors import ServeError
 from hessquant.formats.dialect import settings_of
-from hessquant.formats.dialects import DIALECTS
+from hessquant.formats.outputs import OUTPUTS
 from hessquant.planning.server_rules import RULES
 from hessquant.planning.servers import judge
 from hessquant.records import ServerVerdict, Target
@@ -101,10 +101,8 @@ def _holds(output_format: str, targets: Sequence[Target]) -> bool:
     """Whether the format has a form for all of these, and their groups are whole."""
     if any(target.group_size != -1 and target.columns % target.group_size for target in targets):
         return False
-    dialect = next((dialect for name, dialect in DIALECTS.items() if name == output_format), None)
-    return dialect is None or not any(
-        dialect.target_fault(target.rows, target.columns, settings_of(target)) for target in targets
-    )
+    fault = OUTPUTS[output_format].target_fault
+    return not any(fault(target.rows, target.columns, settings_of(target)) for target in targets)
 
 
 def _words(output_format: str | None, changes: dict[str, int], targets: Sequence[Target]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from hessquant.config import AUTO_GROUP_SIZES, Config, Override
 from hessquant.errors import GroupSizeError, PatternError, PlanError
 from hessquant.formats.dialect import ModuleSettings
-from hessquant.formats.dialects import DIALECTS
+from hessquant.formats.outputs import OUTPUTS
 from hessquant.models.probe import ProbedProduct
 from hessquant.planning.patterns import match_all
 from hessquant.planning.shapes import Shape, auto_group_size, tensor_parallel, weight_pattern
@@ -119,7 +119,7 @@ def refuse_format(
     """
     faults: dict[str, None] = {}
     for product in chosen:
-        fault = DIALECTS[config.format].target_fault(product.rows, product.columns, settings[product.name])
+        fault = OUTPUTS[config.format].target_fault(product.rows, product.columns, settings[product.name])
         if fault:
             faults[f"  {weight_pattern(product.name, blocks)}: {fault}"] = None
     if faults:

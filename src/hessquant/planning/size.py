@@ -6,7 +6,6 @@ from math import prod
 from typing import Literal
 
 from hessquant.config import Config
-from hessquant.formats.dialect import Dialect, settings_of
 from hessquant.memory import available_memory
 from hessquant.models.probe import Probe
 from hessquant.records import Target
@@ -17,7 +16,6 @@ TOKENS_PER_BATCH = 2048
 _FLOAT32 = 4
 _FLOAT64 = 8
 _SCALE_BITS = 16
-_ITEM_BYTES = {"I64": 8, "I32": 4, "F16": 2}
 
 
 def bits_per_weight(targets: Iterable[Target]) -> float:
@@ -27,12 +25,6 @@ def bits_per_weight(targets: Iterable[Target]) -> float:
         weights += target.rows * target.columns
         bits += target.rows * (target.columns * target.bits + target.groups * (_SCALE_BITS + target.bits))
     return bits / weights
-
-
-def packed_bytes(target: Target, dialect: Dialect) -> int:
-    """Bytes that a target takes in the output checkpoint."""
-    layout = dialect.layout(target.rows, target.columns, settings_of(target))
-    return sum(_ITEM_BYTES[dtype] * prod(shape) for dtype, shape in layout.values())
 
 
 def activation_budget(config: Config) -> int:

@@ -1,0 +1,54 @@
+"""Looking over a GGUF file without a model: what it holds, and what is wrong with it."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor
+
+from hessquant.errors import CheckpointError, SourceError
+from hessquant.formats.gguf_blocks import BLOCK, BLOCK_TYPES, unpack
+from hessquant.models.gguf_header import check_header
+from hessquant.records import InspectedWeight, Inspection, TensorInfo
+
+
+def inspect_gguf(file: Path) -> Inspection:
+    """Take stock of a GGUF file; what is wrong in it is reported, not raised.
+
+    Raises:
+        SourceError: If it is not a whole GGUF file.
+    """
+    check_header(file)
+    try:
+        tensors = list(GGUFReader(file).tensors)
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise SourceError(f"{file.name} cannot be read: {error}") from error
+    weights, untouched, faults = [], [], []
+    for tensor in tensors:
+        kind = GGMLQuantizationType(tensor.tensor_type)
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        if kind not in BLOCK_TYPES or len(shape) != 2:
+            untouched.append(TensorInfo(tensor.name, shape, kind.name, int(tensor.n_bytes), file.name))
+            continue
+        bits = BLOCK_TYPES[kind].bits
+        weights.append(InspectedWeight(tensor.name, *shape, bits, BLOCK, True, int(tensor.n_bytes)))
+        faults.extend(_faults(tensor, kind))
+    count = sum(weight.rows * weight.columns for weight in weights)
+    return Inspection(
+        directory=file.name,
+        format="gguf" if weights else "none",
+        weights=tuple(weights),
+        untouched=tuple(untouched),
+        bits_per_weight=8 * sum(weight.bytes for weight in weights) / count if count else 0.0,
+        total_bytes=sum(int(tensor.n_bytes) for tensor in tensors),
+        faults=tuple(faults),
+    )
+
+
+def _faults(tensor: ReaderTensor, kind: GGMLQuantizationType) -> list[str]:
+    try:
+        values = unpack(torch.from_numpy(np.array(tensor.data)), kind)
+    except CheckpointError as error:
+        return [f"{tensor.name}: {error}"]
+    bad = int((~torch.isfinite(values)).sum())
+    return [f"{tensor.name} has {bad} values that are not finite"] if bad else []
