@@ -234,16 +234,16 @@ def test_an_output_that_is_not_empty_is_refused_before_any_work(llama, tmp_path)
 @pytest.mark.parametrize(
     ("step", "raised", "seen"),
     [
-        ("verify", VerificationError("x: differs"), VerificationError),
-        ("verify", MemoryError(), MemoryError),
-        ("to_html", KeyboardInterrupt(), KeyboardInterrupt),
+        ("publishing.verify", VerificationError("x: differs"), VerificationError),
+        ("publishing.verify", MemoryError(), MemoryError),
+        ("quantizing.to_html", KeyboardInterrupt(), KeyboardInterrupt),
     ],
 )
 def test_whatever_fails_after_writing_the_checkpoint_is_withdrawn(step, raised, seen, llama, tmp_path, monkeypatch):
     def fail(*_):
         raise raised
 
-    monkeypatch.setattr(f"hessquant.pipeline.quantizing.{step}", fail)
+    monkeypatch.setattr(f"hessquant.pipeline.{step}", fail)
     with pytest.raises(seen):
         hessquant.quantize(llama, tmp_path / "out", hessquant.Config(group_size=32), calibration=[tokens()])
     assert not (tmp_path / "out" / "config.json").exists()

@@ -80,6 +80,7 @@ def install(points, directories, source):
     import hessquant.checkpoint.reader as reader
     import hessquant.core.gptq as gptq
     import hessquant.pipeline.blocks as blocks
+    import hessquant.pipeline.publishing as publishing
     import hessquant.pipeline.quantizing as quantizing
     import hessquant.run.solve as solve
     import hessquant.run.store as store
@@ -89,9 +90,9 @@ def install(points, directories, source):
     for owner, name, before, after, detail in (
         (quantizing, "audit", "audit", "audited", None),
         (quantizing, "quantize_blocks", "quantize", "quantized", None),
-        (quantizing, "write_checkpoint", "write-checkpoint", "written", None),
-        (quantizing, "verify", "verify", "verified", None),
-        (quantizing, "complete", "complete", "completed", None),
+        (publishing, "write_checkpoint", "write-checkpoint", "written", None),
+        (publishing, "verify", "verify", "verified", None),
+        (publishing, "complete", "complete", "completed", None),
         (blocks, "record_arguments", "record", "recorded", None),
         (blocks, "replay_block", "replay", "replayed", lambda block, index, batches: index),
         (collect.Collector, "add", "collect", "collected", lambda self, stop, *_: stop.leader),

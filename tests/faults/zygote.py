@@ -116,7 +116,7 @@ def _poison():
     def refuse(*_args, **_settings):
         raise AssertionError("work was begun")
 
-    quantizing.quantize_blocks = quantizing.write_checkpoint = quantizing.verify = quantizing.complete = refuse
+    quantizing.quantize_blocks = quantizing.write_verified = refuse
 
 
 if __name__ == "__main__":

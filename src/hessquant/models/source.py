@@ -84,11 +84,16 @@ def _find(name: str, trust_remote_code: bool) -> Path:
     )
 
 
-def only_gguf(directory: Path) -> Path | None:
-    """The GGUF file of a directory that holds a model in no other form; None if there is none, or several."""
-    if (directory / _CONFIG_FILE).exists():
+def only_gguf(path: Path) -> Path | None:
+    """A GGUF file, or that of a directory that holds a model in no other form; None if there is none, or several."""
+    try:
+        if path.suffix == ".gguf" and path.is_file():
+            return path
+        if (path / _CONFIG_FILE).exists():
+            return None
+        files = [file for file in path.glob("*.gguf") if not file.name.startswith(".")]
+    except OSError:  # too long a name, a folder that may not be entered: whoever opens it will say so
         return None
-    files = [path for path in directory.glob("*.gguf") if not path.name.startswith(".")]
     return files[0] if len(files) == 1 else None
 
 

@@ -38,5 +38,5 @@ def inspect(directory: Path | str) -> Inspection:
         SourceError: If it cannot be opened as a checkpoint at all.
     """
     path = Path(directory)
-    file = path if path.suffix == ".gguf" and path.is_file() else only_gguf(path)
+    file = only_gguf(path)
     return inspect_checkpoint(path) if file is None else inspect_gguf(file)
