@@ -21,7 +21,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _fsync_directory(path.parent)
+    fsync_directory(path.parent)
 
 
 def held_bytes(directory: Path) -> int:
@@ -29,7 +29,7 @@ def held_bytes(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
-def _fsync_directory(directory: Path) -> None:
+def fsync_directory(directory: Path) -> None:
     """Make renames in a directory durable; Windows has no such call and needs none."""
     if os.name == "nt":
         return

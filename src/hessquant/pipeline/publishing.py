@@ -17,6 +17,7 @@ from hessquant.checkpoint.writer import GGUF_FILE, RUN_MARK, begin, complete, wr
 from hessquant.config import Config
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import PlanError
+from hessquant.files import fsync_directory
 from hessquant.records import Plan, Progress
 
 
@@ -123,7 +124,8 @@ def _write_gguf(
 
     def complete_file() -> None:
         with writing(out):
-            draft.rename(out / GGUF_FILE)
+            draft.replace(out / GGUF_FILE)
+            fsync_directory(out)
             (out / RUN_MARK).unlink()
 
     return Written(verified, complete_file)
