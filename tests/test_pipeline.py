@@ -236,7 +236,7 @@ def test_an_output_that_is_not_empty_is_refused_before_any_work(llama, tmp_path)
     [
         ("publishing.verify", VerificationError("x: differs"), VerificationError),
         ("publishing.verify", MemoryError(), MemoryError),
-        ("quantizing.to_html", KeyboardInterrupt(), KeyboardInterrupt),
+        ("publishing.to_html", KeyboardInterrupt(), KeyboardInterrupt),
     ],
 )
 def test_whatever_fails_after_writing_the_checkpoint_is_withdrawn(step, raised, seen, llama, tmp_path, monkeypatch):

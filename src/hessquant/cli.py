@@ -135,10 +135,6 @@ def quantize(
     tables = Console(file=sys.stderr if as_json else sys.stdout)
     run_dir = run_dir or out.with_name(f"{out.name}.run")
 
-    def show_plan(planned: Plan) -> None:
-        tables.print(render_plan(planned))
-        _say_unknown(planned, config)
-
     try:
         with redirect_stdout(sys.stderr), make_progress(Console(stderr=True)) as progress:
             from hessquant import pipeline
@@ -151,7 +147,7 @@ def quantize(
                 run_dir=run_dir,
                 keep_run=keep_run,
                 progress=progress,
-                on_plan=show_plan,
+                on_plan=lambda planned: _show_plan(planned, config, tables),
             )
     except KeyboardInterrupt as interrupt:
         raise _RunInterrupted(interrupt, run_dir) from interrupt
@@ -184,7 +180,11 @@ def export(
         from hessquant import pipeline
 
         report = pipeline.export(
-            checkpoint, out, config, progress=progress, on_plan=lambda planned: tables.print(render_plan(planned))
+            checkpoint,
+            out,
+            config,
+            progress=progress,
+            on_plan=lambda planned: _show_plan(planned, config, tables),
         )
     _show(report, render_export(report, out), as_json)
     return _DONE
@@ -242,6 +242,11 @@ def _show(
         typer.echo(to_json(record))
     else:
         Console().print(table)
+
+
+def _show_plan(planned: Plan, config: Config, tables: Console) -> None:
+    tables.print(render_plan(planned))
+    _say_unknown(planned, config)
 
 
 def _say_unknown(planned: Plan, config: Config) -> None:

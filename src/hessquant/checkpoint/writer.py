@@ -17,7 +17,7 @@ from hessquant.checkpoint.shards import Unit, plan_shards, write_shard
 from hessquant.config import Config
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError, OutputError, SourceError
-from hessquant.files import replacing
+from hessquant.files import fsync_directory, replacing
 from hessquant.formats.dialect import Dialect, module_of, settings_of
 from hessquant.formats.dialects import DIALECTS
 from hessquant.records import Plan, Target, TensorInfo
@@ -117,7 +117,7 @@ def write_checkpoint(
     """
     targets = {target.name: target for target in plan.targets}
     dialect = DIALECTS[output.format]
-    _check_targets(targets, source, quantized, dialect)
+    _check_targets(targets, quantized, dialect)
     variant = dialect.choose_variant(quantized[target.name] for target in plan.targets if not target.symmetric)
     described = dialect.describe(plan, solved_with, variant, version)
     shards = plan_shards(_units(source, targets, dialect), output.shard_bytes)
@@ -203,9 +203,27 @@ def complete(out: Path, config: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: If the disk is full or fails.
     """
+    with _completing(out):
+        _write_json(out / CONFIG_FILE, config)
+
+
+def complete_gguf(out: Path, draft: Path) -> None:
+    """Make a written and verified draft the model of its directory: it gets its name.
+
+    Raises:
+        CheckpointError: If the disk fails.
+    """
+    with _completing(out):
+        draft.replace(out / GGUF_FILE)
+        fsync_directory(out)
+
+
+@contextmanager
+def _completing(out: Path) -> Iterator[None]:
+    """Inside, what makes a directory pass for a checkpoint appears; where anything fails, it goes again."""
     with writing(out):
         try:
-            _write_json(out / CONFIG_FILE, config)
+            yield
             (out / RUN_MARK).unlink()
         except OSError:
             withdraw(out)
@@ -223,7 +241,6 @@ def writing(path: Path) -> Iterator[None]:
 
 def _check_targets(
     targets: Mapping[str, Target],
-    source: TensorSource,
     quantized: Mapping[str, QuantizedWeight],
     dialect: Dialect,
 ) -> None:

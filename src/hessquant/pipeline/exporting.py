@@ -9,18 +9,16 @@ from typing import Any
 from hessquant import __version__
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.unpacked import UnpackedCheckpoint
-from hessquant.checkpoint.writer import refuse_output, refuse_sidecars, write_text
+from hessquant.checkpoint.writer import refuse_output, refuse_sidecars
 from hessquant.config import Config, Override
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError, PlanError
 from hessquant.formats.dialect import half_scales
 from hessquant.models.source import ModelSource
 from hessquant.pipeline.progress import SILENT
-from hessquant.pipeline.publishing import digest, refuse_form, write_verified
+from hessquant.pipeline.publishing import REPORTS, digest, refuse_form, report_in, write_verified
 from hessquant.planning.plan import plan_export
 from hessquant.records import ExportReport, Plan, Progress, RunReport
-from hessquant.report.html import PAGE_NAME, to_html
-from hessquant.report.json_report import REPORT_NAME, from_json, to_json
 
 
 def export(
@@ -59,10 +57,10 @@ def export(
         # What is in the files, but for the values: all is written again anyway.
         held = [asdict(info) for info in reader.tensors.values()]
         run = digest(["export", __version__, config.format, config.shard_bytes, reader.config, held])
-        refuse_sidecars(checkpoint, out, (REPORT_NAME, PAGE_NAME))
+        refuse_sidecars(checkpoint, out, REPORTS)
         refuse_output(out, run, plan.output_bytes)
         _refuse_inexact(unpacked.weights, config, progress)
-        solved = _report_of(checkpoint)
+        solved = report_in(checkpoint)
         written = write_verified(
             out,
             unpacked,
@@ -71,21 +69,10 @@ def export(
             unpacked.weights,
             config,
             solved_with=None if solved is None else _config_of(solved),
-            reports=(REPORT_NAME, PAGE_NAME),
             run=run,
             progress=progress,
         )
-        if solved is not None:
-            told = replace(
-                solved,
-                settings={**solved.settings, "format": config.format, "shard_bytes": config.shard_bytes},
-                plan=replace(plan, source=solved.plan.source, memory_bytes=solved.plan.memory_bytes),
-                output_bytes=plan.output_bytes,
-                verified_tensors=written.verified,
-            )
-            write_text(out / REPORT_NAME, to_json(told))
-            write_text(out / PAGE_NAME, to_html(told))
-        written.complete()
+        written.complete(None if solved is None else _retold(solved, plan, config, written.verified))
     return ExportReport(
         version=__version__,
         plan=plan,
@@ -109,11 +96,15 @@ def _refuse_inexact(weights: Mapping[str, QuantizedWeight], config: Config, prog
         progress.advance(name)
 
 
-def _report_of(checkpoint: Path) -> RunReport | None:
-    try:
-        return from_json((checkpoint / REPORT_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+def _retold(solved: RunReport, plan: Plan, config: Config, verified: int) -> RunReport:
+    """The report of the run that quantized, of the checkpoint as it is now."""
+    return replace(
+        solved,
+        settings={**solved.settings, "format": config.format, "shard_bytes": config.shard_bytes},
+        plan=replace(plan, source=solved.plan.source, memory_bytes=solved.plan.memory_bytes),
+        output_bytes=plan.output_bytes,
+        verified_tensors=verified,
+    )
 
 
 def _config_of(report: RunReport) -> Config:
@@ -121,6 +112,6 @@ def _config_of(report: RunReport) -> Config:
     known = {field.name for field in fields(Config)}
     settings: dict[str, Any] = {name: value for name, value in report.settings.items() if name in known}
     settings["overrides"] = tuple(Override(**override) for override in settings.get("overrides", ()))
-    for name in ("include", "exclude"):
+    for name in ("include", "exclude", "serve"):
         settings[name] = tuple(settings.get(name, ()))
     return Config(**settings)

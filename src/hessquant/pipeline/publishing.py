@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,25 +13,40 @@ from hessquant.checkpoint.gguf_verify import verify_gguf
 from hessquant.checkpoint.gguf_writer import write_gguf
 from hessquant.checkpoint.reader import CONFIG_FILE, TensorSource
 from hessquant.checkpoint.verify import verify
-from hessquant.checkpoint.writer import GGUF_FILE, RUN_MARK, begin, complete, write_checkpoint, writing
+from hessquant.checkpoint.writer import GGUF_FILE, begin, complete, complete_gguf, write_checkpoint, write_text
 from hessquant.config import Config
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import PlanError
-from hessquant.files import fsync_directory
-from hessquant.records import Plan, Progress
+from hessquant.records import Plan, Progress, RunReport
+from hessquant.report.html import PAGE_NAME, to_html
+from hessquant.report.json_report import REPORT_NAME, from_json, to_json
+
+REPORTS = (REPORT_NAME, PAGE_NAME)
+"""Files beside a checkpoint that are written anew, never copied."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """A checkpoint that has been written and verified.
+    """A checkpoint that has been written and verified, but does not pass for one yet.
 
     Attributes:
         verified: Quantized weights that were re-read and decoded to the solver's values.
-        complete: Makes it a checkpoint to any reader; called when all else is in the directory.
     """
 
     verified: int
-    complete: Callable[[], None]
+    _out: Path
+    _complete: Callable[[], None]
+
+    def complete(self, report: RunReport | None) -> None:
+        """Make it a checkpoint to any reader, with the report of the run that quantized, if there is one, beside it.
+
+        Raises:
+            CheckpointError: If the disk is full or fails.
+        """
+        if report is not None:
+            write_text(self._out / REPORT_NAME, to_json(report))
+            write_text(self._out / PAGE_NAME, to_html(report))
+        self._complete()
 
 
 def write_verified(
@@ -43,48 +58,52 @@ def write_verified(
     output: Config,
     *,
     solved_with: Config | None,
-    reports: Collection[str],
     run: str,
     progress: Progress,
 ) -> Written:
     """Write a checkpoint, and re-read it by another decoder.
 
-    Args:
-        out: Directory to write; made if need be.
-        source: What the untouched tensors and the config come from.
-        source_directory: Directory whose other files are copied.
-        plan: What was decided.
-        quantized: Weight per target name.
-        output: Says the format and the size of its files.
-        solved_with: Settings that the weights were solved with; None = not known.
-        reports: Names of files that are written anew, not copied.
-        run: The run's identity.
-        progress: Told of both stages.
+    Arguments and errors are those of `checkpoint.writer.write_checkpoint`; `progress` is told of both stages.
 
     Raises:
-        CheckpointError: If a weight has no place in the format, or the disk is full or fails.
         VerificationError: If what was written decodes to anything else.
     """
     progress.stage("write", 1)
     if output.format == "gguf":
-        return _write_gguf(out, source, source_directory, plan, quantized, run, progress)
-    written = write_checkpoint(
-        out,
-        source,
-        source_directory,
-        plan,
-        quantized,
-        output,
-        solved_with=solved_with,
-        reports=reports,
-        run=run,
-        version=__version__,
-    )
+        # One file for all, the tokenizer in it. No reader takes it for a model by this name.
+        draft = out / f".{GGUF_FILE}.unverified"
+        begin(out, run)
+        write_gguf(draft, source, source_directory, plan, quantized, __version__)
+        check = partial(verify_gguf, draft, source, plan, quantized)
+        reveal = partial(complete_gguf, out, draft)
+    else:
+        written = write_checkpoint(
+            out,
+            source,
+            source_directory,
+            plan,
+            quantized,
+            output,
+            solved_with=solved_with,
+            reports=REPORTS,
+            run=run,
+            version=__version__,
+        )
+        check = partial(verify, out, written, quantized, source, plan)
+        reveal = partial(complete, out, written)
     progress.advance(out.name)
     progress.stage("verify", 1)
-    verified = verify(out, written, quantized, source, plan)
+    verified = check()
     progress.advance(out.name)
-    return Written(verified, partial(complete, out, written))
+    return Written(verified, out, reveal)
+
+
+def report_in(directory: Path) -> RunReport | None:
+    """The report of the run that made a directory; None if it holds none that can be read."""
+    try:
+        return from_json((directory / REPORT_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def refuse_form(config: Config, source: TensorSource, source_directory: Path, plan: Plan) -> None:
@@ -101,34 +120,6 @@ def refuse_form(config: Config, source: TensorSource, source_directory: Path, pl
 def is_complete(out: Path) -> bool:
     """Whether a directory holds what only `Written.complete` puts there."""
     return (out / CONFIG_FILE).is_file() or (out / GGUF_FILE).is_file()
-
-
-def _write_gguf(
-    out: Path,
-    source: TensorSource,
-    source_directory: Path,
-    plan: Plan,
-    quantized: Mapping[str, QuantizedWeight],
-    run: str,
-    progress: Progress,
-) -> Written:
-    """One file for all; the tokenizer is in it, so nothing else is copied."""
-    begin(out, run)
-    # No reader takes it for a model by this name.
-    draft = out / f".{GGUF_FILE}.unverified"
-    write_gguf(draft, source, source_directory, plan, quantized, __version__)
-    progress.advance(out.name)
-    progress.stage("verify", 1)
-    verified = verify_gguf(draft, source, plan, quantized)
-    progress.advance(out.name)
-
-    def complete_file() -> None:
-        with writing(out):
-            draft.replace(out / GGUF_FILE)
-            fsync_directory(out)
-            (out / RUN_MARK).unlink()
-
-    return Written(verified, complete_file)
 
 
 def digest(value: object) -> str:

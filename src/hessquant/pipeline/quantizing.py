@@ -14,7 +14,7 @@ import transformers
 from hessquant import __version__
 from hessquant.checkpoint.audit import audit
 from hessquant.checkpoint.reader import CheckpointReader
-from hessquant.checkpoint.writer import RUN_MARK, refuse_output, refuse_sidecars, write_text
+from hessquant.checkpoint.writer import RUN_MARK, refuse_output, refuse_sidecars
 from hessquant.config import Config
 from hessquant.files import held_bytes
 from hessquant.memory import peak_memory
@@ -22,12 +22,10 @@ from hessquant.models.source import resolve
 from hessquant.models.stream import StreamedModel
 from hessquant.pipeline.blocks import Outcome, quantize_blocks
 from hessquant.pipeline.progress import SILENT
-from hessquant.pipeline.publishing import digest, is_complete, refuse_form, write_verified
+from hessquant.pipeline.publishing import REPORTS, digest, is_complete, refuse_form, report_in, write_verified
 from hessquant.pipeline.windows import windows_for
 from hessquant.planning import plan as planning
 from hessquant.records import CalibrationRecord, Plan, Progress, RunReport
-from hessquant.report.html import PAGE_NAME, to_html
-from hessquant.report.json_report import REPORT_NAME, from_json, to_json
 from hessquant.run.heap import map_large_blocks
 from hessquant.run.solve import degradations
 from hessquant.run.store import RunStore
@@ -81,10 +79,10 @@ def quantize(
         refuse_form(config, reader, source.directory, plan)
         if on_plan is not None:
             on_plan(plan)
-        finished = _finished(out)
+        finished = report_in(out) if is_complete(out) else None
         if finished is None:
             refuse_output(out, None, 0)
-        refuse_sidecars(source.directory, out, (REPORT_NAME, PAGE_NAME))
+        refuse_sidecars(source.directory, out, REPORTS)
         windows, calibrated = windows_for(source, calibration, config)
         streamed = StreamedModel(source, reader.tensors, reader.read, trust_remote_code=config.trust_remote_code)
         with RunStore(Path(run_dir) if run_dir else out.with_name(f"{out.name}.run"), keep=keep_run) as store:
@@ -107,25 +105,12 @@ def quantize(
                 quantized,
                 config,
                 solved_with=config,
-                reports=(REPORT_NAME, PAGE_NAME),
                 run=run,
                 progress=progress,
             )
             report = _report(run, plan, config, calibrated, outcome, written.verified, clocks)
-            write_text(out / REPORT_NAME, to_json(report))
-            write_text(out / PAGE_NAME, to_html(report))
-            written.complete()
+            written.complete(report)
     return report
-
-
-def _finished(out: Path) -> RunReport | None:
-    """The report of the complete checkpoint in a directory; None if it holds no such thing."""
-    if not is_complete(out):
-        return None
-    try:
-        return from_json((out / REPORT_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
 
 
 def _identity(plan: Plan, config: Config, calibrated: CalibrationRecord, source_digest: str) -> dict[str, str]:
