@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from hessquant.checkpoint.gguf_tokenizer import read_tokenizer
+from hessquant.checkpoint.gguf_writer import add_tokenizer
 
 ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 32}
 LLAMA3 = {**ROPE, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -100,17 +101,10 @@ def test_llama_cpp_reads_the_blocks(llama_cpp, tmp_path, tokenizer, settings):
     assert float((found - expected).norm() / expected.norm()) < 0.015
 
 
-def vocabulary_file(path, vocabulary, special):
+def vocabulary_file(path, tokenizer):
     """A GGUF file without tensors, which llama.cpp opens for its tokens."""
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tokenizer_model(vocabulary.model)
-    writer.add_tokenizer_pre(vocabulary.pre)
-    writer.add_token_list(vocabulary.texts)
-    writer.add_token_types(vocabulary.kinds)
-    if vocabulary.scores is not None:
-        writer.add_token_scores(vocabulary.scores)
-        writer.add_add_space_prefix(vocabulary.space_prefix)
-    special.add_to_gguf(writer, quiet=True)
+    add_tokenizer(writer, tokenizer)
     for add in (writer.add_block_count, writer.add_context_length, writer.add_embedding_length, writer.add_head_count):
         add(1)
     writer.add_layer_norm_rms_eps(1e-6)
@@ -133,7 +127,7 @@ def test_llama_cpp_gives_the_same_tokens(llama_cpp, tmp_path, name):
     tokenizer = tokenizers_by_name()[name]()
     cases.save_tokenizer(tmp_path, tokenizer)
     read = read_tokenizer(tmp_path, max(tokenizer["model"]["vocab"].values()) + 4)
-    vocabulary_file(tmp_path / "vocabulary.gguf", read.vocabulary, read.special)
+    vocabulary_file(tmp_path / "vocabulary.gguf", read)
     opened = llama_cpp.Llama(str(tmp_path / "vocabulary.gguf"), vocab_only=True, verbose=False)
     expected = Tokenizer.from_str(json.dumps(tokenizer))
     for text in SAMPLES:

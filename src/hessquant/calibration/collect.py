@@ -1,6 +1,7 @@
 """What both ways of running a block share: the stops, and adding an input to a stop's statistics."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from hessquant.calibration.prelude import BatchState
 from hessquant.core import hessian
 from hessquant.core.hessian import HessianStatistics
 from hessquant.errors import CaptureError, NonFiniteError
-from hessquant.models.watch import Product
+from hessquant.models.watch import Product, Watch
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,24 @@ class Collector:
             raise CaptureError(f"no calibration token reached {stop.leader}; the forward pass did not go as planned")
         self.solved.add(stop.leader)
         return self._statistics.pop(stop.leader)
+
+
+class _Reached(Exception):
+    """The stop has been reached; the rest is not needed."""
+
+
+def collect_until(
+    stop: Stop, collector: Collector, batch: BatchState, parameters: Mapping[str, Tensor], run: Callable[[], object]
+) -> None:
+    """Run as far as a stop, and add the inputs of one batch there."""
+
+    def observe(product: Product) -> None:
+        if product.name == stop.leader:
+            collector.add(stop, product, batch)
+            raise _Reached
+
+    with suppress(_Reached), torch.no_grad(), Watch(parameters, observe):
+        run()
 
 
 class SameInputs:

@@ -1,19 +1,13 @@
 """From the last block to the head: its inputs are collected and it is quantized. No logits are computed."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from hessquant.calibration.batches import Batch
-from hessquant.calibration.collect import Collector, SolveStop, Stop
+from hessquant.calibration.collect import Collector, SolveStop, Stop, collect_until
 from hessquant.calibration.prelude import BatchState, BlockArguments, stand_ins
-from hessquant.models.watch import Product, Watch
-
-
-class _Reached(Exception):
-    """The head's product has been reached."""
 
 
 def run_head(
@@ -47,15 +41,7 @@ def run_head(
         def leave_blocks(index: int, hidden: Tensor, _: BlockArguments, state: BatchState = state) -> Tensor:
             return state.hidden if index == len(blocks) - 1 else hidden
 
-        def observe(product: Product, state: BatchState = state) -> None:
-            collector.add(stop, product, state)
-            raise _Reached
-
-        with (
-            stand_ins(model, blocks, returns_tuple, leave_blocks),
-            torch.no_grad(),
-            suppress(_Reached),
-            Watch(parameters, observe),
-        ):
-            model(input_ids=batch.ids, use_cache=False)
+        with stand_ins(model, blocks, returns_tuple, leave_blocks):
+            run = partial(model, input_ids=batch.ids, use_cache=False)
+            collect_until(stop, collector, state, parameters, run)
     solve(stop.members, collector.take(stop))

@@ -4,17 +4,14 @@ Slower than `forward_once`, but nothing is held between the weights of a block. 
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from hessquant.calibration.collect import Collector, SameInputs, SolveStop, Stop
+from hessquant.calibration.collect import Collector, SameInputs, SolveStop, Stop, collect_until
 from hessquant.calibration.prelude import BatchState
 from hessquant.models.watch import Product, Watch
-
-
-class _Reached(Exception):
-    """The stop has been reached; the rest of the block is not needed."""
 
 
 def run_block_in_passes(
@@ -35,7 +32,8 @@ def run_block_in_passes(
     collector = Collector(stops)
     for stop in stops:
         for batch in batches:
-            _collect(block, index, batch, stop, parameters, collector)
+            run = partial(batch.arguments[index].call, block, batch.hidden)
+            collect_until(stop, collector, batch, parameters, run)
         solve(stop.members, collector.take(stop))
     for batch in batches:
         same_inputs = SameInputs()
@@ -47,21 +45,6 @@ def run_block_in_passes(
         with torch.no_grad(), Watch(parameters, check):
             batch.advance(index, block)
     return len(stops) + 1
-
-
-def _collect(
-    block: nn.Module, index: int, batch: BatchState, stop: Stop, parameters: Mapping[str, Tensor], collector: Collector
-) -> None:
-    def observe(product: Product) -> None:
-        if product.name == stop.leader:
-            collector.add(stop, product, batch)
-            raise _Reached
-
-    try:
-        with torch.no_grad(), Watch(parameters, observe):
-            batch.arguments[index].call(block, batch.hidden)
-    except _Reached:
-        pass
 
 
 @torch.no_grad()

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.errors import CheckpointError, SourceError
-from hessquant.formats.dialect import Dialect, ModuleSettings, Settings
+from hessquant.formats.dialect import Dialect, Layout, ModuleSettings, Settings
 from hessquant.formats.dialects import DIALECTS, dialect_of
+from hessquant.records import TensorInfo
 
 
 def quantization_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -83,4 +84,14 @@ def stated_of(module: str, settings: Settings) -> ModuleSettings:
 
 def read_parts(reader: CheckpointReader, module: str, dialect: Dialect) -> dict[str, Tensor]:
     """The parts of one packed weight that are there, by their short names."""
-    return {part: reader.read(name) for part, name in dialect.part_names(module).items() if name in reader.tensors}
+    return {part: reader.read(info.name) for part, info in parts_in(reader.tensors, module, dialect).items()}
+
+
+def parts_in(tensors: Mapping[str, TensorInfo], module: str, dialect: Dialect) -> dict[str, TensorInfo]:
+    """What the headers say of those parts."""
+    return {part: tensors[name] for part, name in dialect.part_names(module).items() if name in tensors}
+
+
+def layout_in(parts: Mapping[str, TensorInfo]) -> Layout:
+    """Their layout."""
+    return {part: (info.dtype, info.shape) for part, info in parts.items()}

@@ -7,13 +7,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from gguf import GGMLQuantizationType, LlamaFileType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 
 from hessquant.checkpoint.gguf_tokenizer import read_tokenizer
 from hessquant.errors import PlanError, SourceError
 from hessquant.formats.dialect import settings_of
 from hessquant.formats.gguf_blocks import block_type, packed_bytes, target_fault
-from hessquant.formats.gguf_models import Place, family_of, place_tensors
+from hessquant.formats.gguf_models import Place, place_tensors
 from hessquant.formats.gguf_settings import Shape, has_rope_factors, model_settings, rope_factors, shape_of
 from hessquant.records import Plan
 
@@ -23,7 +23,6 @@ _F32 = GGMLQuantizationType.F32
 
 # Matrices keep what they are stored in; everything of one dimension is float32, as llama.cpp wants it.
 _KINDS = {"F32": _F32, "F16": GGMLQuantizationType.F16, "BF16": GGMLQuantizationType.BF16}
-_ELEMENT_BYTES = {_F32: 4, GGMLQuantizationType.F16: 2, GGMLQuantizationType.BF16: 2}
 
 _FILE_TYPES = {
     GGMLQuantizationType.F32: LlamaFileType.ALL_F32,
@@ -132,7 +131,7 @@ def _untouched(plan: Plan, places: Mapping[str, Place]) -> Iterator[Entry]:
             raise PlanError(f"{tensor.name}: {tensor.dtype} {list(tensor.shape)} has no GGUF form here")
         if len(tensor.shape) == 1:
             kind = _F32
-        size = prod(tensor.shape) * _ELEMENT_BYTES[kind]
+        size = prod(tensor.shape) * GGML_QUANT_SIZES[kind][1]
         yield Entry(tensor.name, places[tensor.name], kind, tensor.shape, size)
 
 
@@ -149,8 +148,3 @@ def _check_rows(entry: Entry, shape: Shape) -> None:
 def _natural(name: str) -> list[tuple[int, str]]:
     """Sorts blocks by their numbers, so that a reader goes through the file from its beginning to its end."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
-
-
-def architecture_of(config: Mapping[str, Any]) -> str:
-    """llama.cpp's name for the model."""
-    return family_of(config).name

@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
-import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor
+from gguf import ReaderTensor
 
-from hessquant.errors import CheckpointError, SourceError
-from hessquant.formats.gguf_blocks import BLOCK, BLOCK_TYPES, unpack
-from hessquant.models.gguf_header import check_header
+from hessquant.checkpoint.gguf_reader import decoded, form_of, open_gguf
+from hessquant.errors import CheckpointError
+from hessquant.formats.gguf_blocks import BLOCK, BLOCK_TYPES
 from hessquant.records import InspectedWeight, Inspection, TensorInfo
 
 
@@ -18,21 +17,16 @@ def inspect_gguf(file: Path) -> Inspection:
     Raises:
         SourceError: If it is not a whole GGUF file.
     """
-    check_header(file)
-    try:
-        tensors = list(GGUFReader(file).tensors)
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        raise SourceError(f"{file.name} cannot be read: {error}") from error
+    tensors = open_gguf(file).tensors
     weights, untouched, faults = [], [], []
     for tensor in tensors:
-        kind = GGMLQuantizationType(tensor.tensor_type)
-        shape = tuple(int(size) for size in reversed(tensor.shape))
+        kind, shape = form_of(tensor)
         if kind not in BLOCK_TYPES or len(shape) != 2:
             untouched.append(TensorInfo(tensor.name, shape, kind.name, int(tensor.n_bytes), file.name))
             continue
         bits = BLOCK_TYPES[kind].bits
         weights.append(InspectedWeight(tensor.name, *shape, bits, BLOCK, True, int(tensor.n_bytes)))
-        faults.extend(_faults(tensor, kind))
+        faults.extend(_faults(tensor))
     count = sum(weight.rows * weight.columns for weight in weights)
     return Inspection(
         directory=file.name,
@@ -45,9 +39,9 @@ def inspect_gguf(file: Path) -> Inspection:
     )
 
 
-def _faults(tensor: ReaderTensor, kind: GGMLQuantizationType) -> list[str]:
+def _faults(tensor: ReaderTensor) -> list[str]:
     try:
-        values = unpack(torch.from_numpy(np.array(tensor.data)), kind)
+        values = decoded(tensor)
     except CheckpointError as error:
         return [f"{tensor.name}: {error}"]
     bad = int((~torch.isfinite(values)).sum())

@@ -9,13 +9,13 @@ from gguf import GGMLQuantizationType, GGUFReader, Keys, ReaderTensor
 from torch import Tensor
 
 from hessquant.checkpoint.gguf_contents import Entry, contents_of
+from hessquant.checkpoint.gguf_reader import decoded, form_of, open_gguf
 from hessquant.checkpoint.reader import TensorSource
 from hessquant.checkpoint.shards import raw_bytes
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError, SourceError, VerificationError
-from hessquant.formats.gguf_blocks import BLOCK_TYPES, unpack
+from hessquant.formats.gguf_blocks import BLOCK_TYPES
 from hessquant.formats.gguf_settings import rope_factors
-from hessquant.models.gguf_header import check_header
 from hessquant.records import Plan
 
 _PLAIN = {
@@ -42,16 +42,15 @@ def verify_gguf(path: Path, source: TensorSource, plan: Plan, quantized: Mapping
     """
     entries = contents_of(source.config, plan)
     try:
-        check_header(path)
-        reader = GGUFReader(path)
-    except (SourceError, OSError, ValueError, KeyError, IndexError) as error:
+        reader = open_gguf(path)
+    except SourceError as error:
         raise VerificationError(f"what was written cannot be read back: {error}") from error
     written = {tensor.name: tensor for tensor in reader.tensors}
     _check_inventory(entries, written)
     _check_vocabulary(reader, written)
     for entry in entries:
         tensor = written[entry.place.name]
-        stated = (GGMLQuantizationType(tensor.tensor_type), tuple(int(size) for size in reversed(tensor.shape)))
+        stated = form_of(tensor)
         if stated != (entry.kind, entry.shape):
             raise VerificationError(
                 f"{entry.place.name} is {stated[0].name} {list(stated[1])}, not {entry.kind.name} {list(entry.shape)}"
@@ -84,7 +83,7 @@ def _check_values(
         same = torch.equal(_plain(tensor, entry), rope_factors(source.config))
     elif entry.kind in BLOCK_TYPES:
         try:
-            found = unpack(torch.from_numpy(np.array(tensor.data)), entry.kind)
+            found = decoded(tensor)
         except CheckpointError as error:
             raise VerificationError(f"{name}: {error}") from error
         same = torch.equal(_source_order(found, entry), quantized[name].dequantize().cpu())

@@ -12,7 +12,7 @@ import torch
 from gguf.gguf_writer import WriterState
 from torch import Tensor
 
-from hessquant.checkpoint.gguf_contents import Entry, architecture_of, contents_of, file_type
+from hessquant.checkpoint.gguf_contents import Entry, contents_of, file_type
 from hessquant.checkpoint.gguf_tokenizer import Tokenizer, read_tokenizer
 from hessquant.checkpoint.reader import TensorSource
 from hessquant.checkpoint.shards import raw_bytes
@@ -21,7 +21,7 @@ from hessquant.core.grid import Grid, QuantizedWeight
 from hessquant.errors import CheckpointError
 from hessquant.files import replacing
 from hessquant.formats.gguf_blocks import BLOCK_TYPES, pack
-from hessquant.formats.gguf_models import row_order
+from hessquant.formats.gguf_models import family_of, row_order
 from hessquant.formats.gguf_settings import Value, model_settings, rope_factors, shape_of
 from hessquant.records import Plan
 
@@ -110,7 +110,7 @@ def _ordered(weight: QuantizedWeight, heads: int) -> QuantizedWeight:
 
 def _header(entries: list[Entry], config: Mapping[str, Any], source_directory: Path, plan: Plan, version: str) -> bytes:
     """Everything before the tensors, by the gguf package."""
-    writer = gguf.GGUFWriter(None, architecture_of(config))
+    writer = gguf.GGUFWriter(None, family_of(config).name)
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(_title(plan))
     writer.add_file_type(file_type(entries))
@@ -118,7 +118,7 @@ def _header(entries: list[Entry], config: Mapping[str, Any], source_directory: P
     writer.add_string(VERSION_KEY, version)
     for key, value in model_settings(config).items():
         _add(writer, key, value)
-    _add_tokenizer(writer, read_tokenizer(source_directory, shape_of(config).vocabulary))
+    add_tokenizer(writer, read_tokenizer(source_directory, shape_of(config).vocabulary))
     for entry in entries:
         # The dtype is not looked at when the kind is given; it only says that the shape is not one of bytes.
         writer.add_tensor_info(entry.place.name, entry.shape, np.dtype(np.float32), entry.bytes, entry.kind)
@@ -149,7 +149,8 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Value) -> None:
             writer.add_string(key, value)
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
+def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
+    """Say a tokenizer in a file's header."""
     vocabulary = tokenizer.vocabulary
     writer.add_tokenizer_model(vocabulary.model)
     writer.add_tokenizer_pre(vocabulary.pre)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from hessquant.checkpoint.decode import quantization_of
+from hessquant.checkpoint.decode import layout_in, parts_in, quantization_of
 from hessquant.checkpoint.header import read_json
 from hessquant.checkpoint.reader import CONFIG_FILE, ShardFiles, take_inventory
 from hessquant.formats.dialect import Dialect, ModuleSettings, Settings
@@ -58,8 +58,8 @@ def _inspect_weight(
     files: ShardFiles,
 ) -> tuple[InspectedWeight | None, list[str]]:
     """One packed weight and its faults; no weight where its parts do not fit together."""
-    parts = {part: tensors[name] for part, name in dialect.part_names(module).items() if name in tensors}
-    layout = {part: (info.dtype, info.shape) for part, info in parts.items()}
+    parts = parts_in(tensors, module, dialect)
+    layout = layout_in(parts)
     fault = dialect.layout_fault(layout, stated)
     if fault:
         return None, [fault]

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hessquant.checkpoint.decode import quantization_of, read_parts, stated_of
+from hessquant.checkpoint.decode import layout_in, parts_in, quantization_of, read_parts, stated_of
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError, SourceError
@@ -52,8 +52,7 @@ class UnpackedCheckpoint:
 
     def _weight(self, module: str) -> PackedWeight:
         stated = stated_of(module, self._settings)
-        names, tensors = self._dialect.part_names(module), self._reader.tensors
-        layout = {p: (tensors[n].dtype, tensors[n].shape) for p, n in names.items() if n in tensors}
+        layout = layout_in(parts_in(self._reader.tensors, module, self._dialect))
         fault = self._dialect.layout_fault(layout, stated)
         if fault:
             raise CheckpointError(f"{module}: {fault}")

@@ -123,12 +123,11 @@ def _fused_overrides(
     """Entries for the names that servers give to modules which they fuse: they look those up, not the parts' names."""
     entries = {}
     for (relative, settings), members in blocks.items():
-        owner, _, leaf = relative.rpartition(".")
+        leaf = relative.rpartition(".")[2]
+        owner = relative.removesuffix(leaf)
         for fused, parts in FUSED_MODULES:
-            siblings = [f"{owner}.{part}" if owner else part for part in parts]
-            if leaf == parts[0] and all(blocks.get((sibling, settings)) == members for sibling in siblings):
-                name = f"{owner}.{fused}" if owner else fused
-                entries[_pattern(name, members)] = _differences(settings, common)
+            if leaf == parts[0] and all(blocks.get((owner + part, settings)) == members for part in parts):
+                entries[_pattern(owner + fused, members)] = _differences(settings, common)
     return entries
 
 
@@ -145,9 +144,12 @@ def _pattern(relative: str, blocks: list[str]) -> str:
 
 
 def _differences(settings: ModuleSettings, common: ModuleSettings) -> dict[str, Any]:
-    stated = {"bits": settings.bits, "group_size": settings.group_size, "sym": settings.symmetric}
-    usual = {"bits": common.bits, "group_size": common.group_size, "sym": common.symmetric}
-    return {name: value for name, value in stated.items() if value != usual[name]}
+    usual = _stated(common)
+    return {name: value for name, value in _stated(settings).items() if value != usual[name]}
+
+
+def _stated(settings: ModuleSettings) -> dict[str, Any]:
+    return {"bits": settings.bits, "group_size": settings.group_size, "sym": settings.symmetric}
 
 
 def _quantized_names(plan: Plan, skipped: list[str]) -> list[list[str]]:

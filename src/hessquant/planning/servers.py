@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple, get_args
 from hessquant.planning.rule import Basis, Rule, Setting
 from hessquant.planning.server_rules import RULES
 from hessquant.planning.shapes import tensor_parallel, weight_pattern
+from hessquant.planning.targets import fused_sets
 from hessquant.records import ServerVerdict, Target
 
 Opens = Literal["yes", "no", "unknown"]
@@ -133,11 +134,8 @@ def _takes(rule: Rule) -> str:
 
 
 def _uneven_sets(targets: Iterable[Target]) -> Iterator[str]:
-    """The first set of weights of one module with one input, hence fused, that have different settings."""
-    sets: dict[tuple[str, str], list[Target]] = {}
-    for target in targets:
-        sets.setdefault((target.shares_input_with, target.name.rsplit(".", 2)[0]), []).append(target)
-    for members in sets.values():
+    """The first set of fused weights that have different settings."""
+    for members in fused_sets(targets):
         first = members[0]
         other = next((target for target in members if _settings(target) != _settings(first)), None)
         if other is not None:

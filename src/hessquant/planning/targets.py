@@ -2,12 +2,15 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from hessquant.config import Config
 from hessquant.errors import PlanError
 from hessquant.models.probe import Probe, ProbedProduct
 from hessquant.planning.patterns import match_all
-from hessquant.records import TensorInfo
+from hessquant.records import Target, TensorInfo
+
+_Weight = TypeVar("_Weight", ProbedProduct, Target)
 
 MIN_ROWS = 32
 """A weight with fewer outputs, counted over all that it is fused with, is a router or a gate: not worth its risk."""
@@ -131,12 +134,12 @@ def _check_included(
             raise PlanError(f"include pattern {pattern!r} matches nothing that can be quantized: {name} is {why}")
 
 
-def fused_sets(products: Iterable[ProbedProduct]) -> list[list[ProbedProduct]]:
+def fused_sets(weights: Iterable[_Weight]) -> list[list[_Weight]]:
     """Weights of one module that are multiplied with the same input: what servers make one matrix of."""
-    sets: dict[tuple[int, str], list[ProbedProduct]] = {}
-    for product in products:
-        owner = product.name.rsplit(".", 2)[0]
-        sets.setdefault((product.input_id, owner), []).append(product)
+    sets: dict[tuple[object, str], list[_Weight]] = {}
+    for weight in weights:
+        shared = weight.shares_input_with if isinstance(weight, Target) else weight.input_id
+        sets.setdefault((shared, weight.name.rsplit(".", 2)[0]), []).append(weight)
     return list(sets.values())
 
 
