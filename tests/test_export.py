@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.tiny import TINY, tokens
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import hessquant
@@ -12,17 +13,6 @@ from hessquant.checkpoint.decode import decoded_state
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.errors import OutputError, PlanError, SourceError
 from hessquant.options import parse_override
-
-TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 97,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 
 
 @pytest.fixture
@@ -35,9 +25,8 @@ def quantized(tmp_path):
         model = AutoModelForCausalLM.from_config(model_config or LlamaConfig(**TINY)).to(torch.bfloat16)
         model.save_pretrained(source)
         (source / "tokenizer_config.json").write_text("{}")
-        tokens = torch.randint(0, 97, (4, 32), generator=torch.Generator().manual_seed(0))
         config = hessquant.Config(group_size=32, num_windows=4, window_length=32, **settings)
-        hessquant.quantize(str(source), tmp_path / "first", config, calibration=tokens)
+        hessquant.quantize(str(source), tmp_path / "first", config, calibration=tokens(4))
         return tmp_path / "first"
 
     return make
@@ -170,13 +159,12 @@ def test_an_export_goes_nowhere_but_into_an_empty_directory_or_its_own(quantized
 
 
 def test_one_finished_run_serves_several_formats(quantized, tmp_path, monkeypatch):
-    tokens = torch.randint(0, 97, (4, 32), generator=torch.Generator().manual_seed(0))
     first = quantized()
 
     def run(out, **settings):
         config = hessquant.Config(group_size=32, num_windows=4, window_length=32, **settings)
         return hessquant.quantize(
-            str(tmp_path / "model"), out, config, calibration=tokens, run_dir=tmp_path / "run", keep_run=True
+            str(tmp_path / "model"), out, config, calibration=tokens(4), run_dir=tmp_path / "run", keep_run=True
         )
 
     run(tmp_path / "again")

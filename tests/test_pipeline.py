@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.tiny import TINY, tokens
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PhiConfig, Qwen2Config
 
 import hessquant
@@ -17,21 +18,6 @@ from hessquant.models.probe import probe
 from hessquant.models.source import resolve
 from hessquant.pipeline.evaluating import load_model as load_for_evaluation
 from hessquant.records import RunReport
-
-TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 97,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
-
-def tokens(windows=16, length=32, seed=0):
-    return torch.randint(0, 97, (windows, length), generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture

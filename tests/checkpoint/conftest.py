@@ -5,14 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.plans import plan_of, quantize_projections
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.verify import verify
 from hessquant.checkpoint.writer import complete, write_checkpoint
 from hessquant.config import Config
-from hessquant.core.grid import GridSpec, QuantizedWeight, encode, min_max
-from hessquant.records import Plan, Target, Untouched
+from hessquant.core.grid import GridSpec, QuantizedWeight
+from hessquant.records import Plan
 
 SIDECARS = {
     "tokenizer.json": b'{"model": {}}',
@@ -95,41 +96,12 @@ def qwen2(tmp_path_factory):
     return directory
 
 
-def quantize(weight, spec):
-    grid = min_max(weight.float(), spec)
-    return QuantizedWeight(encode(weight.float(), grid), grid)
-
-
 def make_case(source, out, config=None):
     config = config or Config(group_size=32)
     spec = GridSpec(bits=config.bits, symmetric=config.symmetric, group_size=config.group_size)
-    targets, untouched, quantized = [], [], {}
-    with CheckpointReader(source) as reader:
-        for name, info in sorted(reader.tensors.items()):
-            if not name.endswith("_proj.weight"):
-                untouched.append(Untouched(name, info.shape, info.dtype, info.bytes, "not a target"))
-                continue
-            block = int(name.split(".")[2])
-            targets.append(
-                Target(name, block, *info.shape, config.bits, config.group_size, config.symmetric, False, name)
-            )
-            quantized[name] = quantize(reader.read(name), spec)
-    plan = Plan(
-        source="qwen2",
-        architecture="Qwen2ForCausalLM",
-        blocks=("model.layers.0", "model.layers.1"),
-        targets=tuple(targets),
-        untouched=tuple(untouched),
-        unties_head=False,
-        group_size=config.group_size,
-        bits_per_weight=4.5,
-        unquantized_share=0.1,
-        source_bytes=1,
-        output_bytes=1,
-        memory_bytes=1,
-        tensor_parallel=1,
-        servers=(),
-    )
+    targets, untouched, quantized = quantize_projections(source, spec)
+    blocks = ("model.layers.0", "model.layers.1")
+    plan = plan_of(targets, untouched, blocks, config.group_size, "qwen2", "Qwen2ForCausalLM")
     return Case(source, out, plan, config, quantized)
 
 

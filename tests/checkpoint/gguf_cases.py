@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tests.checkpoint.conftest import quantize
+from tests.plans import plan_of, quantize_projections
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -15,7 +15,7 @@ from hessquant.checkpoint.gguf_verify import verify_gguf
 from hessquant.checkpoint.gguf_writer import write_gguf
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.core.grid import GridSpec, QuantizedWeight
-from hessquant.records import Plan, Target, Untouched
+from hessquant.records import Plan
 
 TEXT = """The quick brown fox jumps over the lazy dog, and it's 1234 times that we've seen it.
     Then they said: "don't!"  Ünïcödé 日本語 — and 42 more lines of text, the text, the thing that thinks.
@@ -198,29 +198,7 @@ class GgufCase:
 
 
 def make_gguf_case(source, out, bits=4, symmetric=True, group_size=32, skip=()):
-    targets, untouched, quantized = [], [], {}
-    with CheckpointReader(source) as reader:
-        for name, info in reader.tensors.items():
-            if not name.endswith("_proj.weight") or name.endswith(tuple(skip)):
-                untouched.append(Untouched(name, info.shape, info.dtype, info.bytes, "not a target"))
-                continue
-            targets.append(Target(name, int(name.split(".")[2]), *info.shape, bits, group_size, symmetric, False, name))
-            quantized[name] = quantize(reader.read(name), GridSpec(bits, symmetric, group_size))
+    targets, untouched, quantized = quantize_projections(source, GridSpec(bits, symmetric, group_size), skip)
     blocks = sorted({name.partition(".self_attn")[0] for name in quantized if "self_attn" in name})
-    plan = Plan(
-        source=f"/somewhere/else/{source.name}",
-        architecture="",
-        blocks=tuple(blocks),
-        targets=tuple(targets),
-        untouched=tuple(untouched),
-        unties_head=False,
-        group_size=group_size,
-        bits_per_weight=4.5,
-        unquantized_share=0.1,
-        source_bytes=1,
-        output_bytes=1,
-        memory_bytes=1,
-        tensor_parallel=1,
-        servers=(),
-    )
+    plan = plan_of(targets, untouched, blocks, group_size, f"/somewhere/else/{source.name}", "")
     return GgufCase(source, out, plan, quantized)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.checkpoint import gguf_cases as cases
-from tests.checkpoint.conftest import quantize
+from tests.plans import quantize
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hessquant.core.grid import GridSpec

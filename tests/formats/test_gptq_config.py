@@ -2,6 +2,7 @@ import dataclasses
 import re
 
 import pytest
+from tests.plans import plan_of
 from transformers import GPTQConfig
 
 from hessquant.config import Config
@@ -9,7 +10,7 @@ from hessquant.errors import SourceError
 from hessquant.formats.dialect import ModuleSettings, settings_of
 from hessquant.formats.dialects import DIALECTS
 from hessquant.formats.gptq_config import describe, read_settings
-from hessquant.records import Plan, Target, Untouched
+from hessquant.records import Target, Untouched
 
 SHARED = {
     "self_attn.k_proj": "self_attn.q_proj",
@@ -34,22 +35,7 @@ def make_plan(skipped=(), blocks=2, group_size=32, bits=4, symmetric=True):
                 continue
             first = f"{prefix}.{SHARED.get(projection, projection)}.weight"
             targets.append(Target(f"{name}.weight", block, 64, 64, bits, group_size, symmetric, False, first))
-    return Plan(
-        source="m",
-        architecture="LlamaForCausalLM",
-        blocks=tuple(names),
-        targets=tuple(targets),
-        untouched=tuple(untouched),
-        unties_head=False,
-        group_size=group_size,
-        bits_per_weight=4.5,
-        unquantized_share=0.1,
-        source_bytes=1,
-        output_bytes=1,
-        memory_bytes=1,
-        tensor_parallel=1,
-        servers=(),
-    )
+    return plan_of(targets, untouched, names, group_size)
 
 
 def test_the_config_says_exactly_what_the_file_holds():
