@@ -1,0 +1,117 @@
+"""Every causal-LM family of transformers as a tiny model with random weights; nothing is downloaded.
+
+`python tests/architectures/families.py [model_type ...]` builds and runs them, one line each.
+"""
+
+import copy
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.pytorch_utils import Conv1D
+
+if __name__ == "__main__":  # run as a file, tests/ is no package
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.architectures.shrink import VOCABULARY, shrunk
+
+CAUSAL_LM: tuple[str, ...] = tuple(
+    # An alias has the config of another family, which says so itself.
+    name
+    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if CONFIG_MAPPING[name].model_type == name
+)
+
+_EXCEPTIONS: dict[str, dict[str, Any]] = {}
+
+NOT_BUILT: dict[str, str] = {}
+
+_LENGTH = 16
+
+
+def tiny(model_type: str) -> PreTrainedConfig:
+    """A tiny config of this family: hidden size 64, two to four layers that show each of its layer types."""
+    return shrunk(CONFIG_MAPPING[model_type], _EXCEPTIONS)
+
+
+def text_ids(seed: int = 0, length: int = _LENGTH) -> Tensor:
+    """Random ids [1, length] that are no special tokens of a tiny config."""
+    return torch.randint(16, VOCABULARY - 32, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def build(config: PreTrainedConfig, class_name: str | None = None, seed: int = 0) -> PreTrainedModel:
+    """The model in float32 and eval mode, with weights large enough that no activation is lost in rounding.
+
+    Args:
+        config: Not changed.
+        class_name: A class of transformers; the causal LM of the config when None.
+        seed: Decides all weights.
+    """
+    config = copy.deepcopy(config)
+    options = {"dtype": torch.float32, "experts_implementation": "eager"}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if class_name is None:
+            model = AutoModelForCausalLM.from_config(config, **options)
+        else:
+            model = getattr(transformers, class_name)._from_config(config, **options)
+        with torch.no_grad():
+            for module in model.modules():
+                _spread(module)
+        model.tie_weights()
+    return model.eval()
+
+
+def _spread(module: nn.Module) -> None:
+    for name, weight in module.named_parameters(recurse=False):
+        if not weight.is_floating_point():
+            continue
+        if sum(size > 1 for size in weight.shape) < 2 or name.endswith("A_log"):
+            weight.add_(0.05 * torch.randn_like(weight))  # so that a lost bias or norm shows
+            continue
+        convolution = isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        transposed = isinstance(module, Conv1D) or getattr(module, "is_transposed", False)
+        fan_in = weight[0].numel() if convolution else weight.shape[-2 if transposed else -1]
+        weight.normal_(std=fan_in**-0.5)
+
+
+def _check(model_type: str) -> str:
+    start = time.perf_counter()
+    config = tiny(model_type)
+    model = build(config)
+    with torch.no_grad():
+        logits = model(input_ids=text_ids()).logits
+    vocabulary = config.get_text_config(decoder=True).vocab_size
+    if logits.shape != (1, _LENGTH, vocabulary) or not logits.isfinite().all():
+        return f"logits {tuple(logits.shape)}, finite: {bool(logits.isfinite().all())}"
+    return f"ok {model.num_parameters():9,d} {time.perf_counter() - start:5.2f} s"
+
+
+def main(names: list[str]) -> None:
+    """Build and run these families, or all, and say how it went."""
+    write = sys.stdout.write
+    counts = {"ok": 0, "not built": 0, "failed": 0}
+    for name in names or CAUSAL_LM:
+        outcome = "failed"
+        if name in NOT_BUILT:
+            line, outcome = f"not built: {NOT_BUILT[name]}", "not built"
+        else:
+            try:
+                line = _check(name)
+                outcome = "ok" if line.startswith("ok") else "failed"
+            except Exception as error:
+                line = f"FAILED {type(error).__name__}: {str(error)[:300]}"
+        counts[outcome] += 1
+        write(f"{name:28s} {line}\n")
+        sys.stdout.flush()
+    write(f"{counts}\n")
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    main(sys.argv[1:])

@@ -1,0 +1,122 @@
+"""Tiny configs from the config classes of transformers: their defaults, with every size cut down by its name."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+HIDDEN = 64
+HEADS = 4
+HEAD_DIM = HIDDEN // HEADS
+VOCABULARY = 128
+MOST_LAYERS = 4
+
+# The first pattern that a field's whole name matches decides; sizes that no pattern knows stay as they are.
+_SIZES: tuple[tuple[str, int], ...] = (
+    (r".*vocab_size.*|n_tokens", VOCABULARY),
+    (r"max_.*position.*|n_positions|n_ctx|.*max_seq_len\w*|context_length|seq_length|model_max_length", 256),
+    (r".*sliding_window(_size)?|local_attention|window_size|.*chunk_size|attention_window(_size)?|compress_rate.*", 8),
+    (r"index_topk|index_block_size|.*rotary_dim|hc_lowrank|.*window_len|keep_window_size", 8),
+    (r"num_experts_per_tok(en)?|moe_top_?k|top_k_experts|moe_k|num_selected_experts|router_top_k", 2),
+    (r"(moe_)?num_(local_)?experts|n_routed_experts|num_moe_experts", 4),
+    (r"n_group|num_expert_group|.*n_groups", 2),
+    (r"topk_group|first_k_dense_replace|num_dense_layers", 1),
+    (r"moe_.*intermediate_size|expert_ffn_\w+|moe_.*hidden_size", 96),
+    (r".*intermediate_(size|dim)\w*|.*ffn_(dim|hidden_size)|d_ff|n_inner|dff|.*feedforward_dim|.*mlp_dim", 128),
+    (r"d_inner|dim_ff|feed_forward_size|mamba_d_ssm", 128),
+    (r".*d_state|.*state_size", 16),
+    (r".*num_(key_value|kv)_heads|kv_n_heads|n_head_kv|num_attention_groups", 2),
+    (r".*num_\w*heads|.*_?attention_heads|.*n_heads?|num_heads", HEADS),
+    (r".*head_(dim|size)|.*d_head|d_kv|kv_channels|dim_head|query_pre_attn_scalar|rel_extent", HEAD_DIM),
+    (r".*_rank", 32),
+    (r"num_hidden_layers|n_layers?|num_layers|depth|(num_)?(en|de)coder_(num_)?(hidden_)?layers", 2),
+    (r".*hidden_size\w*|(.*_)?d_model|n_embd|.*embed_dim|.*embedding_(size|dim)|dim|.*hidden_dim|d_embed", HIDDEN),
+    (r"image_size", 32),
+    (r"patch_size", 8),
+)
+_TOKEN = re.compile(r".*token_(id|index)s?|pad_index|.*_(bos|eos|pad)_id")
+# Ids above this are free: the special tokens that a default config puts far out move to the vocabulary's end.
+_COMMON_IDS = 16
+
+
+def shrunk(config_class: type[PreTrainedConfig], exceptions: Mapping[str, Mapping[str, Any]]) -> PreTrainedConfig:
+    """A tiny config of this class.
+
+    Args:
+        config_class: One with defaults for all its fields.
+        exceptions: Fields by model type, of this config or of one nested in it, that the rules get wrong.
+    """
+    return config_class(**_arguments(config_class, {}, exceptions))
+
+
+def _arguments(
+    config_class: type[PreTrainedConfig],
+    given: Mapping[str, Any],
+    exceptions: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Any]:
+    fixed = exceptions.get(config_class.model_type, {})
+    declared = {**_declared(config_class), **given}
+    default = config_class(**given)
+    arguments = {name: _size(name, value) for name, value in declared.items()}
+    arguments |= _special_tokens(declared)
+    arguments |= _layer_lists(default, declared)
+    for name, spec in config_class.sub_configs_defaults.items():
+        nested = getattr(default, name)
+        if isinstance(nested, PreTrainedConfig):
+            arguments[name] = type(nested)(**_arguments(type(nested), spec.init_kwargs, exceptions))
+    return {**arguments, **fixed}
+
+
+def _declared(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
+    inherited = {field.name for field in fields(PreTrainedConfig)}
+    found = {}
+    for field in fields(config_class):
+        if field.default is not MISSING:
+            found[field.name] = field.default
+        elif field.default_factory is not MISSING:
+            found[field.name] = field.default_factory()
+    return {name: value for name, value in found.items() if name not in inherited}
+
+
+def _size(name: str, value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int):
+        return value
+    return next((min(value, size) for pattern, size in _SIZES if re.fullmatch(pattern, name)), value)
+
+
+def _special_tokens(declared: Mapping[str, Any]) -> dict[str, Any]:
+    moved: dict[str, Any] = {}
+    free = iter(range(VOCABULARY - 1, _COMMON_IDS, -1))
+    for name, value in declared.items():
+        if not _TOKEN.fullmatch(name):
+            continue
+        if isinstance(value, list | tuple):
+            moved[name] = [next(free) if token >= _COMMON_IDS else token for token in value]
+        elif isinstance(value, int) and value >= _COMMON_IDS:
+            moved[name] = next(free)
+    return moved
+
+
+def _layer_lists(default: PreTrainedConfig, declared: Mapping[str, Any]) -> dict[str, Any]:
+    """The lists with one entry per layer, cut to layers that between them show every kind; and the number of layers."""
+    count = getattr(default, "num_hidden_layers", None)
+    lists = {
+        name: value
+        for name in declared
+        if isinstance(value := getattr(default, name, None), list | tuple) and len(value) == count and count > 2
+    }
+    if not lists:
+        return {}
+    kinds: set[tuple[str, Any]] = set()
+    picked = []
+    for index in range(count):
+        here = {(name, value[index]) for name, value in lists.items()}
+        if here - kinds:
+            picked.append(index)
+            kinds |= here
+    picked = picked if len(picked) > 1 else [0, 1]
+    cut = {name: [value[index] for index in picked[:MOST_LAYERS]] for name, value in lists.items()}
+    counter = default.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    return {**cut, counter: len(picked[:MOST_LAYERS])}
