@@ -27,7 +27,48 @@ CAUSAL_LM: tuple[str, ...] = tuple(
     if CONFIG_MAPPING[name].model_type == name
 )
 
-_EXCEPTIONS: dict[str, dict[str, Any]] = {}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+_EXCEPTIONS: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "blt": {"num_hidden_layers": 2},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {**_ROPE, "mrope_section": [4, 2, 2]}}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2}},
+    "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy"},
+    "dory": {"num_hidden_layers": 4, "n_input_layers": 1, "n_output_layers": 1},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
+    },
+    "gemma4_text": {"global_head_dim": 32},
+    "gemma4_unified_text": {"global_head_dim": 32},
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "jamba": {"num_hidden_layers": 4, "attn_layer_period": 4, "attn_layer_offset": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {"zero_expert_num": 2},
+    "mamba2": {"num_heads": 8},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"num_key_value_heads": 2},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "reformer": {"is_decoder": True, "axial_pos_shape": (16, 16), "axial_pos_embds_dim": (32, 32)},
+    "xlstm": {"chunk_size": 16},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
+}
 
 NOT_BUILT: dict[str, str] = {}
 

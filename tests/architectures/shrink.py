@@ -32,7 +32,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r".*head_(dim|size)|.*d_head|d_kv|kv_channels|dim_head|query_pre_attn_scalar|rel_extent", HEAD_DIM),
     (r".*_rank", 32),
     (r"num_hidden_layers|n_layers?|num_layers|depth|(num_)?(en|de)coder_(num_)?(hidden_)?layers", 2),
-    (r".*hidden_size\w*|(.*_)?d_model|n_embd|.*embed_dim|.*embedding_(size|dim)|dim|.*hidden_dim|d_embed", HIDDEN),
+    (r".*hidden_size\w*|(.*_)?d_model|n_embd|.*embed_dim|.*embedding_(size|dim)|dim|emb_dim|.*hidden_dim|d_embed", HIDDEN),
     (r"image_size", 32),
     (r"patch_size", 8),
 )
@@ -41,32 +41,37 @@ _TOKEN = re.compile(r".*token_(id|index)s?|pad_index|.*_(bos|eos|pad)_id")
 _COMMON_IDS = 16
 
 
-def shrunk(config_class: type[PreTrainedConfig], exceptions: Mapping[str, Mapping[str, Any]]) -> PreTrainedConfig:
+def shrunk(
+    config_class: type[PreTrainedConfig],
+    exceptions: Mapping[str, Mapping[str, Any]],
+    pinned: Mapping[str, Any] | None = None,
+    spec: Mapping[str, Any] | None = None,
+) -> PreTrainedConfig:
     """A tiny config of this class.
 
     Args:
         config_class: One with defaults for all its fields.
         exceptions: Fields by model type, of this config or of one nested in it, that the rules get wrong.
+        pinned: More of them for this config alone.
+        spec: What the config that it is nested in passes to it by default.
     """
-    return config_class(**_arguments(config_class, {}, exceptions))
-
-
-def _arguments(
-    config_class: type[PreTrainedConfig],
-    given: Mapping[str, Any],
-    exceptions: Mapping[str, Mapping[str, Any]],
-) -> dict[str, Any]:
-    fixed = exceptions.get(config_class.model_type, {})
-    declared = {**_declared(config_class), **given}
-    default = config_class(**given)
+    pinned = {**exceptions.get(config_class.model_type, {}), **(pinned or {})}
+    nested = {name: value for name, value in pinned.items() if isinstance(value, dict) and name.endswith("config")}
+    default = config_class(**(spec or {}), **nested)
+    declared = {**_declared(config_class), **(spec or {})}
     arguments = {name: _size(name, value) for name, value in declared.items()}
+    arguments |= _key_value_heads(declared)
     arguments |= _special_tokens(declared)
-    arguments |= _layer_lists(default, declared)
-    for name, spec in config_class.sub_configs_defaults.items():
-        nested = getattr(default, name)
-        if isinstance(nested, PreTrainedConfig):
-            arguments[name] = type(nested)(**_arguments(type(nested), spec.init_kwargs, exceptions))
-    return {**arguments, **fixed}
+    counter = config_class.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    if counter not in pinned:
+        arguments |= _layer_lists(default, declared, counter)
+    arguments |= pinned
+    for name in declared:
+        part = vars(default).get(name)
+        if isinstance(part, PreTrainedConfig):
+            own = config_class.sub_configs_defaults.get(name)
+            arguments[name] = shrunk(type(part), exceptions, nested.get(name), own and own.init_kwargs)
+    return config_class(**arguments)
 
 
 def _declared(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
@@ -86,6 +91,13 @@ def _size(name: str, value: Any) -> Any:
     return next((min(value, size) for pattern, size in _SIZES if re.fullmatch(pattern, name)), value)
 
 
+def _key_value_heads(declared: Mapping[str, Any]) -> dict[str, Any]:
+    """All heads where the family's default is not grouped-query attention."""
+    name, heads = "num_key_value_heads", "num_attention_heads"
+    grouped = declared.get(name) is None or declared.get(name) != declared.get(heads)
+    return {} if grouped else {name: HEADS}
+
+
 def _special_tokens(declared: Mapping[str, Any]) -> dict[str, Any]:
     moved: dict[str, Any] = {}
     free = iter(range(VOCABULARY - 1, _COMMON_IDS, -1))
@@ -99,13 +111,13 @@ def _special_tokens(declared: Mapping[str, Any]) -> dict[str, Any]:
     return moved
 
 
-def _layer_lists(default: PreTrainedConfig, declared: Mapping[str, Any]) -> dict[str, Any]:
+def _layer_lists(default: PreTrainedConfig, declared: Mapping[str, Any], counter: str) -> dict[str, Any]:
     """The lists with one entry per layer, cut to layers that between them show every kind; and the number of layers."""
-    count = getattr(default, "num_hidden_layers", None)
+    count = vars(default).get(counter)
     lists = {
         name: value
         for name in declared
-        if isinstance(value := getattr(default, name, None), list | tuple) and len(value) == count and count > 2
+        if isinstance(value := vars(default).get(name), list | tuple) and len(value) == count and count > 2
     }
     if not lists:
         return {}
@@ -116,7 +128,6 @@ def _layer_lists(default: PreTrainedConfig, declared: Mapping[str, Any]) -> dict
         if here - kinds:
             picked.append(index)
             kinds |= here
-    picked = picked if len(picked) > 1 else [0, 1]
-    cut = {name: [value[index] for index in picked[:MOST_LAYERS]] for name, value in lists.items()}
-    counter = default.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    return {**cut, counter: len(picked[:MOST_LAYERS])}
+    picked = picked[:MOST_LAYERS] if len(picked) > 1 else [0, 1]
+    cut = {name: [_size(name, value[index]) for index in picked] for name, value in lists.items()}
+    return {**cut, counter: len(picked)}
