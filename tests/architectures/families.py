@@ -30,47 +30,86 @@ CAUSAL_LM: tuple[str, ...] = tuple(
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 _EXCEPTIONS: dict[str, dict[str, Any]] = {
+    "axk2": {"gated_norm_rank": 32},
     "bamba": {"attn_layer_indices": [1]},
-    "blt": {"num_hidden_layers": 2},
+    "blt": {"num_hidden_layers": 2, "encoder_hash_byte_group_vocab": VOCABULARY},
+    "blt_local_encoder": {"intermediate_size": 128},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {**_ROPE, "mrope_section": [4, 2, 2]}}},
-    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2}},
-    "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy"},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
+    "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy", "first_k_dense_replace": 1},
+    "deepseek_v4": {"head_dim": 32, "o_groups": 2},
     "dory": {"num_hidden_layers": 4, "n_input_layers": 1, "n_output_layers": 1},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "dots3_note_text": {
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 32,
+        "swa_kv_lora_rank": 32,
+        "swa_head_dim": 32,
+        "swa_qk_nope_head_dim": 16,
+        "swa_v_head_dim": 16,
+    },
+    "flint": {"mlp_only_layers": [0]},
     "gemma3n_text": {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "num_kv_shared_layers": 2,
         "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
     },
-    "gemma4_text": {"global_head_dim": 32},
+    "gemma4_text": {
+        "global_head_dim": 32,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 96,
+    },
     "gemma4_unified_text": {"global_head_dim": 32},
-    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_v1_dense": {"head_dim": 16},
-    "hunyuan_v1_moe": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 4, "attn_layer_offset": 2},
+    "kimi_linear": {"linear_head_dim": 32},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "llama": {"num_key_value_heads": 2},
+    "llama4_text": {"interleave_moe_layer_step": 2},
     "longcat_flash": {"zero_expert_num": 2},
     "mamba2": {"num_heads": 8},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "index_topk_blocks": 1,
+    },
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
     "qwen4_exp_text": {
+        "hc_lowrank": 32,
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
+        "indexer_head_dim": 32,
         "indexer_budget": 8,
         "indexer_compress_ratio": 2,
     },
-    "recurrent_gemma": {"num_hidden_layers": 3},
+    "recurrent_gemma": {"num_hidden_layers": 3, "num_attention_heads": 2},
     "reformer": {"is_decoder": True, "axial_pos_shape": (16, 16), "axial_pos_embds_dim": (32, 32)},
-    "xlstm": {"chunk_size": 16},
+    "xlstm": {"chunk_size": 16, "qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "zaya": {"head_dim": 32},
 }
 
-NOT_BUILT: dict[str, str] = {}
+_DRAFT = "a draft model: runs on the hidden states and keys of the model that it drafts for, not on token ids alone"
+_CODEBOOKS = "AutoModelForCausalLM hands the class the whole config, it wants the decoder's; reads codebooks, not text"
+
+NOT_BUILT: dict[str, str] = {
+    "gemma3n": "its vision tower comes from the package timm, which is not installed",
+    "gemma4_assistant": _DRAFT,
+    "gemma4_unified_assistant": _DRAFT,
+    "musicgen": _CODEBOOKS,
+    "musicgen_melody": _CODEBOOKS,
+}
 
 _LENGTH = 16
 

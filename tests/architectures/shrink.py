@@ -29,10 +29,12 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r".*d_state|.*state_size", 16),
     (r".*num_(key_value|kv)_heads|kv_n_heads|n_head_kv|num_attention_groups", 2),
     (r".*num_\w*heads|.*_?attention_heads|.*n_heads?|num_heads", HEADS),
+    (r"index(er)?_head_dim", 32),
     (r".*head_(dim|size)|.*d_head|d_kv|kv_channels|dim_head|query_pre_attn_scalar|rel_extent", HEAD_DIM),
     (r".*_rank", 32),
-    (r"num_hidden_layers|n_layers?|num_layers|depth|(num_)?(en|de)coder_(num_)?(hidden_)?layers", 2),
+    (r"num_hidden_layers|n_layers?|num_layers|num_blocks|depth|(num_)?(en|de)coder_(num_)?(hidden_)?layers", 2),
     (r".*hidden_size\w*|(.*_)?d_model|n_embd|.*embed_dim|.*embedding_(size|dim)|dim|emb_dim|.*hidden_dim|d_embed", HIDDEN),
+    (r"adapter_(in|out)_dim|adapter_input_size|projector_\w+put_dim|vision_output_dim|proj(ection)?_dim", HIDDEN),
     (r"image_size", 32),
     (r"patch_size", 8),
 )
@@ -86,7 +88,11 @@ def _declared(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
 
 
 def _size(name: str, value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return value
+    if value == "auto" and name.endswith("_rank"):  # a sixteenth of the hidden size, too little here
+        return 32
+    if not isinstance(value, int):
         return value
     return next((min(value, size) for pattern, size in _SIZES if re.fullmatch(pattern, name)), value)
 
@@ -117,7 +123,9 @@ def _layer_lists(default: PreTrainedConfig, declared: Mapping[str, Any], counter
     lists = {
         name: value
         for name in declared
-        if isinstance(value := vars(default).get(name), list | tuple) and len(value) == count and count > 2
+        if isinstance(value := vars(default).get(name), list | tuple)
+        and len(value) == count > len(set(value))  # no two alike: a list of the layers' numbers
+        and count > 2
     }
     if not lists:
         return {}
