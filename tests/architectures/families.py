@@ -6,18 +6,20 @@
 import copy
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
 if __name__ == "__main__":  # run as a file, tests/ is no package
     sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.architectures.others import LENGTH, OTHERS, Other, text_ids
 from tests.architectures.shrink import VOCABULARY, shrunk
 
 CAUSAL_LM: tuple[str, ...] = tuple(
@@ -50,6 +52,7 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
         "swa_v_head_dim": 16,
     },
     "flint": {"mlp_only_layers": [0]},
+    "gemma3": {"mm_tokens_per_image": 4},
     "gemma3n_text": {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -64,6 +67,7 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 96,
     },
     "gemma4_unified_text": {"global_head_dim": 32},
+    "glm4v_text": {"rope_parameters": {**_ROPE, "mrope_section": [4, 2, 2]}},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_v1_dense": {"head_dim": 16},
@@ -83,6 +87,9 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
     },
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
+    "nllb-moe": {"encoder_sparse_step": 2, "decoder_sparse_step": 2},
+    "qwen2_5_vl_text": {"rope_parameters": {**_ROPE, "mrope_section": [4, 2, 2]}},
+    "qwen2_vl_text": {"rope_parameters": {**_ROPE, "mrope_section": [4, 2, 2]}},
     "qwen4_exp_text": {
         "hc_lowrank": 32,
         "indexer_n_heads": 2,
@@ -93,6 +100,7 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
     },
     "recurrent_gemma": {"num_hidden_layers": 3, "num_attention_heads": 2},
     "reformer": {"is_decoder": True, "axial_pos_shape": (16, 16), "axial_pos_embds_dim": (32, 32)},
+    "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
     "xlstm": {"chunk_size": 16, "qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
@@ -111,17 +119,11 @@ NOT_BUILT: dict[str, str] = {
     "musicgen_melody": _CODEBOOKS,
 }
 
-_LENGTH = 16
 
 
 def tiny(model_type: str) -> PreTrainedConfig:
     """A tiny config of this family: hidden size 64, two to four layers that show each of its layer types."""
     return shrunk(CONFIG_MAPPING[model_type], _EXCEPTIONS)
-
-
-def text_ids(seed: int = 0, length: int = _LENGTH) -> Tensor:
-    """Random ids [1, length] that are no special tokens of a tiny config."""
-    return torch.randint(16, VOCABULARY - 32, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
 def build(config: PreTrainedConfig, class_name: str | None = None, seed: int = 0) -> PreTrainedModel:
@@ -166,30 +168,47 @@ def _check(model_type: str) -> str:
     model = build(config)
     with torch.no_grad():
         logits = model(input_ids=text_ids()).logits
-    vocabulary = config.get_text_config(decoder=True).vocab_size
-    if logits.shape != (1, _LENGTH, vocabulary) or not logits.isfinite().all():
-        return f"logits {tuple(logits.shape)}, finite: {bool(logits.isfinite().all())}"
+    shape = (1, LENGTH, config.get_text_config(decoder=True).vocab_size)
+    if logits.shape != shape or not logits.isfinite().all():
+        raise ValueError(f"logits {tuple(logits.shape)}, finite: {bool(logits.isfinite().all())}")
     return f"ok {model.num_parameters():9,d} {time.perf_counter() - start:5.2f} s"
+
+
+def _check_other(other: Other) -> str:
+    start = time.perf_counter()
+    config = tiny(other.model_type)
+    model = build(config, other.class_name)
+    for inputs in filter(None, (other.inputs, other.image_inputs)):
+        with torch.no_grad():
+            output = model(**inputs(config))[0]
+        if not output.isfinite().all():
+            raise ValueError(f"an output that is not finite, of {inputs.__name__}")
+    with_image = ", also with an image" if other.image_inputs else ""
+    return f"ok {model.num_parameters():9,d} {time.perf_counter() - start:5.2f} s{with_image}"
 
 
 def main(names: list[str]) -> None:
     """Build and run these families, or all, and say how it went."""
-    write = sys.stdout.write
-    counts = {"ok": 0, "not built": 0, "failed": 0}
-    for name in names or CAUSAL_LM:
-        outcome = "failed"
-        if name in NOT_BUILT:
-            line, outcome = f"not built: {NOT_BUILT[name]}", "not built"
-        else:
-            try:
-                line = _check(name)
-                outcome = "ok" if line.startswith("ok") else "failed"
-            except Exception as error:
-                line = f"FAILED {type(error).__name__}: {str(error)[:300]}"
-        counts[outcome] += 1
-        write(f"{name:28s} {line}\n")
+    counts = dict.fromkeys(("causal LM", "not built", "other", "failed"), 0)
+
+    def run(kind: str, title: str, check: Callable[[Any], str], subject: Any) -> None:
+        try:
+            line = check(subject)
+        except Exception as error:
+            kind, line = "failed", f"FAILED {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        counts[kind] += 1
+        sys.stdout.write(f"{title:42s} {line}\n")
         sys.stdout.flush()
-    write(f"{counts}\n")
+
+    for name in CAUSAL_LM:
+        if name in NOT_BUILT:
+            run("not built", name, lambda name: f"not built: {NOT_BUILT[name]}", name)
+        elif not names or name in names:
+            run("causal LM", name, _check, name)
+    for other in OTHERS:
+        if not names or other.model_type in names:
+            run("other", other.class_name, _check_other, other)
+    sys.stdout.write(f"{', '.join(f'{kind}: {count}' for kind, count in counts.items())}\n")
 
 
 if __name__ == "__main__":
