@@ -1,14 +1,13 @@
-"""Models that are no plain causal LM: encoders, encoder-decoders, speech, vision-language; and inputs made up for them."""
+"""Encoders, encoder-decoders, speech and vision-language models, and inputs made up for them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from tests.architectures.shrink import VOCABULARY
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.models.auto import modeling_auto
-
-from tests.architectures.shrink import VOCABULARY
 
 Inputs = Callable[[PreTrainedConfig], dict[str, Tensor]]
 

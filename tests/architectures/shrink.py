@@ -33,7 +33,10 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r".*head_(dim|size)|.*d_head|d_kv|kv_channels|dim_head|query_pre_attn_scalar|rel_extent", HEAD_DIM),
     (r".*_rank", 32),
     (r"num_hidden_layers|n_layers?|num_layers|num_blocks|depth|(num_)?(en|de)coder_(num_)?(hidden_)?layers", 2),
-    (r".*hidden_size\w*|(.*_)?d_model|n_embd|.*embed_dim|.*embedding_(size|dim)|dim|emb_dim|.*hidden_dim|d_embed", HIDDEN),
+    (
+        r".*hidden_size\w*|(.*_)?d_model|n_embd|.*embed_dim|.*embedding_(size|dim)|dim|emb_dim|.*hidden_dim|d_embed",
+        HIDDEN,
+    ),
     (r"adapter_(in|out)_dim|adapter_input_size|projector_\w+put_dim|vision_output_dim|proj(ection)?_dim", HIDDEN),
     (r"image_size", 32),
     (r"patch_size", 8),
@@ -88,6 +91,8 @@ def _declared(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
 
 
 def _size(name: str, value: Any) -> Any:
+    if isinstance(value, list | tuple) and name.endswith(("_indexes", "_indices")):
+        return type(value)([1])
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return value
     if value == "auto" and name.endswith("_rank"):  # a sixteenth of the hidden size, too little here
@@ -124,15 +129,15 @@ def _layer_lists(default: PreTrainedConfig, declared: Mapping[str, Any], counter
         name: value
         for name in declared
         if isinstance(value := vars(default).get(name), list | tuple)
-        and len(value) == count > len(set(value))  # no two alike: a list of the layers' numbers
+        and len(value) == count > len({str(item) for item in value})  # no two alike: a list of the layers' numbers
         and count > 2
     }
     if not lists:
         return {}
-    kinds: set[tuple[str, Any]] = set()
+    kinds: set[tuple[str, str]] = set()
     picked = []
     for index in range(count):
-        here = {(name, value[index]) for name, value in lists.items()}
+        here = {(name, str(value[index])) for name, value in lists.items()}
         if here - kinds:
             picked.append(index)
             kinds |= here
