@@ -72,6 +72,14 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
+    "inkling2_loop_text": {
+        "layer_types": ["hybrid_sliding", "hybrid"] * 2,
+        "num_hidden_layers": 4,
+        "n_layers_per_attn_res_block": 1,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 3,
+    },
+    "inkling2_text": {"n_layers_per_attn_res_block": 1},
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 4, "attn_layer_offset": 2},
     "kimi_linear": {"linear_head_dim": 32},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
@@ -90,6 +98,8 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
     "mllama_vision_model": {"intermediate_layers_indices": [0], "vision_output_dim": 128},
     "nemotron": {"num_key_value_heads": 2},
     "nllb-moe": {"encoder_sparse_step": 2, "decoder_sparse_step": 2},
+    "phi4_multimodal": {"num_hidden_layers": 4},
+    "phi4_multimodal_audio": {"num_blocks": 1},
     "qwen2_5_vl_text": {"rope_parameters": {**_ROPE, "mrope_section": [4, 2, 2]}},
     "qwen2_5_vl_vision": {"window_size": 32},
     "qwen2_vl_text": {"rope_parameters": {**_ROPE, "mrope_section": [4, 2, 2]}},
@@ -190,8 +200,8 @@ def _check_other(other: Other) -> str:
     return f"ok {model.num_parameters():9,d} {time.perf_counter() - start:5.2f} s{with_image}"
 
 
-def main(names: list[str]) -> None:
-    """Build and run these families, or all, and say how it went."""
+def main(names: list[str]) -> int:
+    """Build and run these families, or all, and say how it went; returns how many failed."""
     counts = dict.fromkeys(("causal LM", "not built", "other", "failed"), 0)
 
     def run(kind: str, title: str, check: Callable[[Any], str], subject: Any) -> None:
@@ -214,8 +224,9 @@ def main(names: list[str]) -> None:
         if not names or other.model_type in names:
             run("other", other.class_name, _check_other, other)
     sys.stdout.write(f"{', '.join(f'{kind}: {count}' for kind, count in counts.items())}\n")
+    return counts["failed"]
 
 
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]) > 0)

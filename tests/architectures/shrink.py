@@ -38,6 +38,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
         HIDDEN,
     ),
     (r"adapter_(in|out)_dim|adapter_input_size|projector_\w+put_dim|vision_output_dim|proj(ection)?_dim", HIDDEN),
+    (r".*out_channel|nemo_conv_channels", HIDDEN),
     (r"image_size", 32),
     (r"patch_size", 8),
 )
