@@ -31,6 +31,9 @@ CAUSAL_LM: tuple[str, ...] = tuple(
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
+# With these the text weighs more than the tower that sees the image, as it does in the models that one can download.
+_LONGER_TEXT = {"text_config": {"num_hidden_layers": 3}}
+
 _EXCEPTIONS: dict[str, dict[str, Any]] = {
     "axk2": {"gated_norm_rank": 32},
     "bamba": {"attn_layer_indices": [1]},
@@ -94,15 +97,19 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
         "index_topk_blocks": 1,
     },
     "ministral": {"head_dim": 16},
+    "mistral3": _LONGER_TEXT,
     "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
     "mllama_vision_model": {"intermediate_layers_indices": [0], "vision_output_dim": 128},
     "nemotron": {"num_key_value_heads": 2},
     "nllb-moe": {"encoder_sparse_step": 2, "decoder_sparse_step": 2},
     "phi4_multimodal": {"num_hidden_layers": 4},
     "phi4_multimodal_audio": {"num_blocks": 1},
+    "qwen2_5_vl": _LONGER_TEXT,
     "qwen2_5_vl_text": {"rope_parameters": {**_ROPE, "mrope_section": [4, 2, 2]}},
     "qwen2_5_vl_vision": {"window_size": 32},
+    "qwen2_vl": _LONGER_TEXT,
     "qwen2_vl_text": {"rope_parameters": {**_ROPE, "mrope_section": [4, 2, 2]}},
+    "qwen3_vl": _LONGER_TEXT,
     "qwen4_exp_text": {
         "hc_lowrank": 32,
         "indexer_n_heads": 2,

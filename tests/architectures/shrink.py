@@ -22,7 +22,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"num_experts_per_tok(en)?|moe_top_?k|top_k_experts|moe_k|num_selected_experts|router_top_k", 2),
     (r"(moe_)?num_(local_)?experts|n_routed_experts|num_moe_experts", 4),
     (r"n_group|num_expert_group|.*n_groups", 2),
-    (r"topk_group|first_k_dense_replace|num_dense_layers", 1),
+    (r"topk_group|first_k_dense_replace|num_dense_layers|num_global_layers|resampler_depth", 1),
     (r"moe_.*intermediate_size|expert_ffn_\w+|moe_.*hidden_size", 96),
     (r".*intermediate_(size|dim)\w*|.*ffn_(dim|hidden_size)|d_ff|n_inner|dff|.*feedforward_dim|.*mlp_dim", 128),
     (r"d_inner|dim_ff|feed_forward_size|mamba_d_ssm", 128),
