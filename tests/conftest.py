@@ -14,6 +14,7 @@ from hessquant.records import (
     InspectedWeight,
     Inspection,
     LayerRecord,
+    Place,
     Plan,
     RunReport,
     ServerVerdict,
@@ -38,6 +39,7 @@ def _targets():
     return tuple(
         Target(
             name=f"model.layers.{block}.{name}.weight",
+            place=Place(f"model.layers.{block}.{name}.weight"),
             block=block,
             rows=rows,
             columns=columns,
@@ -64,6 +66,7 @@ def _layer(target, index):
         group_size=target.group_size,
         tokens=65_536,
         shares_hessian_with=target.name,
+        pooled_share=0.0,
         method="rtn" if index == 20 else "gptq",
         loss=rtn_loss if index == 20 else loss,
         rtn_loss=rtn_loss,
@@ -87,6 +90,9 @@ def plan():
         source="org/small-model",
         architecture="LlamaForCausalLM",
         blocks=tuple(f"model.layers.{block}" for block in range(_BLOCKS)),
+        whole="",
+        returns_tuple=(False,) * _BLOCKS,
+        hidden_size=_HIDDEN,
         targets=_targets(),
         untouched=(
             Untouched("model.embed_tokens.weight", (49152, _HIDDEN), "BF16", 56_623_104, "embedding"),
@@ -99,6 +105,7 @@ def plan():
         group_size=64,
         bits_per_weight=4.3125,
         unquantized_share=0.2107,
+        unquantized_matrices=0.0004,
         source_bytes=269_060_552,
         output_bytes=114_000_000,
         memory_bytes=1_234_567_890,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.core.grid import GridSpec, QuantizedWeight, encode, min_max
-from hessquant.records import Plan, Target, Untouched
+from hessquant.records import Place, Plan, Target, Untouched
 
 
 def plan_of(targets, untouched, blocks, group_size, source="m", architecture="LlamaForCausalLM"):
@@ -12,12 +12,16 @@ def plan_of(targets, untouched, blocks, group_size, source="m", architecture="Ll
         source=source,
         architecture=architecture,
         blocks=tuple(blocks),
+        whole="",
+        returns_tuple=(False,) * len(blocks),
+        hidden_size=64,
         targets=tuple(targets),
         untouched=tuple(untouched),
         unties_head=False,
         group_size=group_size,
         bits_per_weight=4.5,
         unquantized_share=0.1,
+        unquantized_matrices=0.01,
         source_bytes=1,
         output_bytes=1,
         memory_bytes=1,
@@ -40,6 +44,7 @@ def quantize_projections(directory: Path, spec: GridSpec, skip=()):
                 untouched.append(Untouched(name, info.shape, info.dtype, info.bytes, "not a target"))
                 continue
             block = int(name.split(".")[2])
-            targets.append(Target(name, block, *info.shape, spec.bits, spec.group_size, spec.symmetric, False, name))
+            settings = spec.bits, spec.group_size, spec.symmetric
+            targets.append(Target(name, Place(name), block, *info.shape, *settings, False, name))
             quantized[name] = quantize(reader.read(name), spec)
     return targets, untouched, quantized

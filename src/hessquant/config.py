@@ -9,6 +9,7 @@ Order = Literal["activation", "natural", "group"]
 Scales = Literal["static", "dynamic"]
 Format = Literal["gptq", "compressed-tensors", "gguf"]
 CaptureMethod = Literal["auto", "once", "passes"]
+Experts = Literal["routed", "all"]
 
 CLIENTS = ("vllm", "vllm-cpu", "vllm-gpu", "transformers", "sglang", "llama.cpp")
 """What `Config.serve` may name; a client without its device means the client on each of them."""
@@ -73,6 +74,10 @@ class Config:
         capture: "once" runs each block once (DESIGN "forward once"); "passes" runs it several
             times, stopping early, and holds less in memory; "auto" takes "once" where `activation_memory`
             allows it. The result is the same.
+        experts: Tokens that an expert is fitted to: those "routed" to it, or "all" of the calibration text. What it
+            works on in the model stays as it is.
+        max_unquantized: Largest share of the weights' bytes that may stay in 16 bit, 0 to 1; embeddings and head do
+            not count.
         activation_memory: Bytes that activations of the calibration tokens may take in memory; those between
             blocks go to a file beyond that. None = a quarter of what is free when the run begins.
         shard_bytes: Largest size of an output file, unless one weight alone is larger.
@@ -101,6 +106,8 @@ class Config:
     serve: tuple[str, ...] = ()
     seed: int = 0
     capture: CaptureMethod = "auto"
+    experts: Experts = "routed"
+    max_unquantized: float = 0.2
     activation_memory: int | None = None
     shard_bytes: int = 4_000_000_000
     trust_remote_code: bool = False
@@ -111,6 +118,7 @@ class Config:
             ("scales", self.scales, get_args(Scales)),
             ("format", self.format, get_args(Format)),
             ("capture", self.capture, get_args(CaptureMethod)),
+            ("experts", self.experts, get_args(Experts)),
         ):
             if value not in allowed:
                 raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(allowed)}")
@@ -118,6 +126,8 @@ class Config:
         _check_bits("bits", self.bits)
         if self.group_size != "auto":
             _check_group_size("group_size", self.group_size)
+        if not 0 <= self.max_unquantized <= 1:
+            raise ConfigError(f"max_unquantized is {self.max_unquantized}; choose a share from 0 to 1, for example 0.2")
         if not 0 <= self.damping <= 1:
             raise ConfigError(f"damping is {self.damping}; choose a fraction from 0 to 1, for example 0.01")
         for name, count, least in (

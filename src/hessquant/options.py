@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from hessquant.config import CLIENTS, CaptureMethod, Config, Format, Order, Override, Scales
+from hessquant.config import CLIENTS, CaptureMethod, Config, Experts, Format, Order, Override, Scales
 from hessquant.errors import ConfigError
 
 _DEFAULTS = Config()
@@ -77,6 +77,15 @@ def build_config(
         CaptureMethod,
         typer.Option(help="Run each block once, in several passes that hold less, or whichever the memory allows."),
     ] = _DEFAULTS.capture,
+    experts: Annotated[
+        Experts, typer.Option(help="Fit each expert to the tokens routed to it, or to all of the calibration text.")
+    ] = _DEFAULTS.experts,
+    max_unquantized: Annotated[
+        float,
+        typer.Option(
+            metavar="SHARE", help="Refuse to leave a larger share in 16 bit, embeddings and head apart; 0 to 1."
+        ),
+    ] = _DEFAULTS.max_unquantized,
     activation_memory: Annotated[
         str | None,
         typer.Option(
@@ -106,6 +115,8 @@ def build_config(
         serve=tuple(serve or ()),
         seed=seed,
         capture=capture,
+        experts=experts,
+        max_unquantized=max_unquantized,
         activation_memory=None if activation_memory is None else parse_size("activation_memory", activation_memory),
         shard_bytes=parse_size("shard_size", shard_size),
         trust_remote_code=trust_remote_code,

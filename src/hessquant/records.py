@@ -38,22 +38,52 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a checkpoint's matrix is in the model.
+
+    Attributes:
+        parameter: Name of the model's parameter.
+        piece: Which of the matrices stacked in it; 0 where it is one matrix.
+        first_row: Row of that matrix where this one begins.
+        row_step: Distance of its rows there; 2 where two matrices alternate.
+        transposed: Whether the parameter's matrices are stored [columns, rows].
+        stacked: Whether the parameter holds several matrices, such as one per expert.
+    """
+
+    parameter: str
+    piece: int = 0
+    first_row: int = 0
+    row_step: int = 1
+    transposed: bool = False
+    stacked: bool = False
+
+    @property
+    def module(self) -> str:
+        """The module that owns a stack and runs its matrices; empty for a plain matrix."""
+        return self.parameter.rpartition(".")[0] if self.stacked else ""
+
+
+@dataclass(frozen=True)
 class Target:
     """One weight that will be quantized.
 
     Attributes:
-        name: Parameter name in the model and in the checkpoint, e.g. `model.layers.0.mlp.up_proj.weight`.
+        name: Its name in the checkpoint, e.g. `model.layers.0.mlp.up_proj.weight`.
+        place: Where it is in the model.
         block: Index of the block that holds it; the head's is the number of blocks.
         rows: Outputs.
         columns: Inputs.
         bits: Bits per code.
         group_size: Inputs per group; -1 = one group per row.
         symmetric: Whether the zero is fixed at mid-range.
-        transposed: Whether it is stored [columns, rows].
+        transposed: Whether the checkpoint stores it [columns, rows].
         shares_input_with: The first target that is multiplied with the same input tensor, possibly itself.
+        calls: Products with it in one forward pass; more than one where a layer is looped.
+        part_of: Tensor of the source that holds it with others; empty if it has one of its own.
     """
 
     name: str
+    place: Place
     block: int
     rows: int
     columns: int
@@ -62,6 +92,8 @@ class Target:
     symmetric: bool
     transposed: bool
     shares_input_with: str
+    calls: int = 1
+    part_of: str = ""
 
     @property
     def groups(self) -> int:
@@ -114,12 +146,16 @@ class Plan:
         source: The model as the user named it.
         architecture: Class that the model's config asks for.
         blocks: Module names of the blocks, in order.
+        whole: Why the blocks cannot be run one by one, so that the whole model is in memory; empty if they can.
+        returns_tuple: Per block, whether its output is a tuple.
+        hidden_size: Width of the hidden state that passes through the blocks.
         targets: Weights to quantize, in the order the forward pass reaches them.
         untouched: Every other tensor of the checkpoint.
         unties_head: Whether the head was tied to the embedding and gets a weight of its own.
         group_size: Group size of the targets, "auto" resolved.
         bits_per_weight: Mean bits of a target's weights with scales and zeros.
         unquantized_share: Share of the source's weight bytes that stays as it is, 0 to 1.
+        unquantized_matrices: The same, embeddings and head apart.
         source_bytes: Bytes of all source tensors.
         output_bytes: Bytes of all output tensors.
         memory_bytes: Estimated peak of anonymous memory.
@@ -130,12 +166,16 @@ class Plan:
     source: str
     architecture: str
     blocks: tuple[str, ...]
+    whole: str
+    returns_tuple: tuple[bool, ...]
+    hidden_size: int
     targets: tuple[Target, ...]
     untouched: tuple[Untouched, ...]
     unties_head: bool
     group_size: int
     bits_per_weight: float
     unquantized_share: float
+    unquantized_matrices: float
     source_bytes: int
     output_bytes: int
     memory_bytes: int
@@ -181,6 +221,7 @@ class LayerRecord:
         group_size: Inputs per group; -1 = one group per row.
         tokens: Tokens that its Hessian saw.
         shares_hessian_with: The target whose Hessian was used (itself when its own).
+        pooled_share: Weight of all experts' common Hessian in it, 0 to 1; 0 where it is the weight's own alone.
         method: "gptq", or "rtn" where every row fell back to rounding.
         loss: Loss of the written weights.
         rtn_loss: Loss of plain round-to-nearest on the min-max grid.
@@ -204,6 +245,7 @@ class LayerRecord:
     group_size: int
     tokens: int
     shares_hessian_with: str
+    pooled_share: float
     method: Literal["gptq", "rtn"]
     loss: float
     rtn_loss: float

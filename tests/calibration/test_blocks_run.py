@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hessquant.calibration.batches import batches_of
-from hessquant.calibration.collect import Collector, Stop
+from hessquant.calibration.collect import Collector, InputGroup, Stop
 from hessquant.calibration.forward_once import run_block_once
 from hessquant.calibration.passes import run_block_in_passes
 from hessquant.calibration.prelude import BatchState, BlockArguments, record_arguments
@@ -54,8 +54,12 @@ def states_of(model, windows, tokens_per_batch=24):
     )
 
 
-def stops_of(block=BLOCK):
-    return tuple(Stop(tuple(f"{block}.{name}.weight" for name in names)) for names in LLAMA_STOPS)
+def stop_at(*names):
+    return Stop((InputGroup(names, tuple((name, 0) for name in names)),))
+
+
+def stops(block=BLOCK):
+    return tuple(stop_at(*(f"{block}.{name}.weight" for name in names)) for names in LLAMA_STOPS)
 
 
 class Halving:
@@ -64,24 +68,24 @@ class Halving:
     def __init__(self, parameters):
         self.parameters, self.hessians, self.tokens = parameters, {}, {}
 
-    def __call__(self, members, statistics):
-        self.hessians[members[0]] = hessian(statistics)
-        self.tokens[members[0]] = statistics.token_count
-        for name in members:
+    def __call__(self, stop, statistics):
+        for leader, seen in statistics.items():
+            self.hessians[leader], self.tokens[leader] = hessian(seen), seen.token_count
+        for name in (key[0] for group in stop.groups for key in group.keys):
             self.parameters[name].mul_(0.5)
 
 
 def collect(run_block, model, windows):
     states = states_of(model, windows)
     solver = Halving(dict(model.named_parameters()))
-    run_block(model.get_submodule(BLOCK), 0, states, stops_of(), solver.parameters, solver)
+    run_block(model.get_submodule(BLOCK), 0, states, Collector(stops()), solver.parameters, solver)
     return solver, states
 
 
 def reference_hessians(model, windows):
     """The usual procedure with hooks on the modules: a whole pass per stop, weights before it already changed."""
     found = {}
-    for stop in stops_of():
+    for stop in stops():
         inputs = []
         module = model.get_submodule(stop.leader.removesuffix(".weight"))
         hook = module.register_forward_pre_hook(lambda _, args, inputs=inputs: inputs.append(args[0].flatten(0, 1)))
@@ -90,7 +94,7 @@ def reference_hessians(model, windows):
         hook.remove()
         rows = torch.cat(inputs).double()
         found[stop.leader] = rows.T @ rows / len(rows)
-        for name in stop.members:
+        for name in stop.groups[0].members:
             dict(model.named_parameters())[name].mul_(0.5)
     return found
 
@@ -101,7 +105,7 @@ def test_hessians_are_those_of_a_full_pass_per_stop_with_hooks(run_block):
     with torch.no_grad():
         expected = reference_hessians(llama(), windows)
     solver, _ = collect(run_block, llama(), windows)
-    assert list(solver.hessians) == [stop.leader for stop in stops_of()]
+    assert list(solver.hessians) == [stop.leader for stop in stops()]
     for name, value in expected.items():
         torch.testing.assert_close(solver.hessians[name].double(), value, rtol=1e-4, atol=1e-6)
         assert solver.tokens[name] == 72
@@ -150,10 +154,12 @@ def test_each_window_runs_once_and_the_count_says_so():
     block.register_forward_pre_hook(lambda _, args: calls.append(args[0].shape[0]))
     states = states_of(model, some_windows())
     solver = Halving(dict(model.named_parameters()))
-    forwards = run_block_once(block, 0, states, stops_of(), solver.parameters, solver)
+    forwards = run_block_once(block, 0, states, Collector(stops()), solver.parameters, solver)
     assert sum(calls) == 6 * forwards == 6
     calls.clear()
-    forwards = run_block_in_passes(block, 0, states_of(model, some_windows()), stops_of(), solver.parameters, solver)
+    forwards = run_block_in_passes(
+        block, 0, states_of(model, some_windows()), Collector(stops()), solver.parameters, solver
+    )
     assert sum(calls) == 6 * forwards == 30
 
 
@@ -165,7 +171,7 @@ def test_windows_of_any_length_are_never_padded_and_every_token_counts_once():
         model = llama()
         states = states_of(model, windows, tokens_per_batch)
         solver = Halving(dict(model.named_parameters()))
-        run_block_once(model.get_submodule(BLOCK), 0, states, stops_of(), solver.parameters, solver)
+        run_block_once(model.get_submodule(BLOCK), 0, states, Collector(stops()), solver.parameters, solver)
         together[tokens_per_batch] = solver
     for solver in together.values():
         assert set(solver.tokens.values()) == {5 + 17 + 33 + 64 + 17 + 5}
@@ -178,7 +184,7 @@ def test_batches_hold_windows_of_one_length_and_all_of_them():
     batches = batches_of(windows, 10)
     assert [batch.windows for batch in batches] == [(0, 2), (3,), (1,), (4,)]
     for batch in batches:
-        assert batch.ids.tolist() == [list(windows[index].ids) for index in batch.windows]
+        assert batch.inputs["input_ids"].tolist() == [list(windows[index].ids) for index in batch.windows]
 
 
 @RUNS
@@ -191,7 +197,7 @@ def test_one_bad_window_is_named_with_its_layer_and_channel(run_block, bad):
     state.hidden[state.windows.index(7), 5, 3] = bad
     solver = Halving(dict(model.named_parameters()))
     with pytest.raises(NonFiniteError, match=r"q_proj\.weight: the input is nan in calibration window 7, token 5") as e:
-        run_block(model.get_submodule(BLOCK), 0, states, stops_of(), solver.parameters, solver)
+        run_block(model.get_submodule(BLOCK), 0, states, Collector(stops()), solver.parameters, solver)
     assert "channel" in str(e.value)
     assert "damping does not help" in str(e.value)
     assert not solver.hessians
@@ -223,9 +229,9 @@ def test_a_batch_that_skips_a_weight_does_not_hold_up_the_others(run_block):
     torch.manual_seed(0)
     block = Routed().requires_grad_(False)
     block.first.weight.zero_()
-    stops = tuple(Stop((f"{name}.weight",)) for name in ("first", "rare", "last"))
+    stops = tuple(stop_at(f"{name}.weight") for name in ("first", "rare", "last"))
     solver = Halving(dict(block.named_parameters()))
-    run_block(block, 0, routed_states([1, -1, 2]), stops, solver.parameters, solver)
+    run_block(block, 0, routed_states([1, -1, 2]), Collector(stops), solver.parameters, solver)
     assert solver.tokens == {"first.weight": 9, "rare.weight": 6, "last.weight": 9}
 
 
@@ -233,19 +239,21 @@ def test_a_batch_that_skips_a_weight_does_not_hold_up_the_others(run_block):
 def test_a_weight_that_no_batch_reaches_is_an_error_that_names_it(run_block):
     block = Routed().requires_grad_(False)
     block.first.weight.zero_()
-    stops = tuple(Stop((f"{name}.weight",)) for name in ("first", "rare", "last"))
+    stops = tuple(stop_at(f"{name}.weight") for name in ("first", "rare", "last"))
     solver = Halving(dict(block.named_parameters()))
     with pytest.raises(CaptureError, match=r"rare\.weight"):
-        run_block(block, 0, routed_states([-1, -2]), stops, solver.parameters, solver)
+        run_block(block, 0, routed_states([-1, -2]), Collector(stops), solver.parameters, solver)
 
 
 @RUNS
 def test_weights_planned_to_share_inputs_that_do_not_are_an_error(run_block):
     model = llama()
-    wrong = (Stop((f"{BLOCK}.self_attn.q_proj.weight", f"{BLOCK}.mlp.up_proj.weight")),)
+    wrong = (stop_at(f"{BLOCK}.self_attn.q_proj.weight", f"{BLOCK}.mlp.up_proj.weight"),)
     solver = Halving(dict(model.named_parameters()))
     with pytest.raises(CaptureError, match=r"up_proj\.weight was planned to see the same inputs"):
-        run_block(model.get_submodule(BLOCK), 0, states_of(model, some_windows()), wrong, solver.parameters, solver)
+        run_block(
+            model.get_submodule(BLOCK), 0, states_of(model, some_windows()), Collector(wrong), solver.parameters, solver
+        )
 
 
 def test_an_error_in_the_solver_ends_every_batch_and_leaves_torch_usable():
@@ -259,7 +267,7 @@ def test_an_error_in_the_solver_ends_every_batch_and_leaves_torch_usable():
             model.get_submodule(BLOCK),
             0,
             states_of(model, some_windows()),
-            stops_of(),
+            Collector(stops()),
             dict(model.named_parameters()),
             fail,
         )
@@ -272,10 +280,10 @@ def test_a_model_that_repeats_its_blocks_is_refused():
     model = llama()
     looped = copy.copy(model)
     original = model.model.forward
-    looped.forward = lambda input_ids, use_cache: original(
+    looped.forward = lambda input_ids, use_cache=None: original(
         inputs_embeds=model.model.layers[0](model.model.embed_tokens(input_ids)), use_cache=use_cache
     )
-    with pytest.raises(CaptureError, match="blocks were called"):
+    with pytest.raises(CaptureError, match="not called in the order of the blocks, or more than once"):
         record_arguments(looped, ["model.layers.0", "model.layers.1"], [False, False], batches_of(some_windows(), 99))
 
 
@@ -289,7 +297,7 @@ def test_a_finished_block_keeps_no_activations_alive():
         module = model.get_submodule(f"{BLOCK}.mlp.down_proj")
         module.register_forward_pre_hook(lambda _, args: alive.append(weakref.ref(args[0])))
         solver = Halving(dict(model.named_parameters()))
-        run_block_once(model.get_submodule(BLOCK), 0, states, stops_of(), solver.parameters, solver)
+        run_block_once(model.get_submodule(BLOCK), 0, states, Collector(stops()), solver.parameters, solver)
         assert len(alive) == len(states)
         assert [reference() for reference in alive] == [None] * len(alive)
     finally:
@@ -302,7 +310,7 @@ def test_a_model_that_changes_the_hidden_state_between_blocks_is_refused():
             super().__init__()
             self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
 
-        def forward(self, input_ids, use_cache):
+        def forward(self, input_ids):
             hidden = input_ids.unsqueeze(-1).expand(-1, -1, 4).float()
             for layer in self.layers:
                 hidden = layer(hidden) * 0.5
@@ -313,11 +321,11 @@ def test_a_model_that_changes_the_hidden_state_between_blocks_is_refused():
 
 
 def test_sixteen_bit_inputs_are_summed_in_float32():
-    collector = Collector((Stop(("w",)),))
+    collector = Collector((stop_at("w"),))
     batch = BatchState(torch.zeros(1, 3, 4), (), (0,))
     inputs = torch.ones(1, 3, 4, dtype=torch.bfloat16)
-    collector.add(collector.stops[0], Product("w", inputs, inputs, False, True), batch)
-    assert collector.take(collector.stops[0]).sum.dtype == torch.float32
+    collector.add(Product("w", inputs, inputs, 4, 4, False, 1, 0), batch)
+    assert collector.take(collector.stops[0])["w"].sum.dtype == torch.float32
 
 
 def test_masks_and_rotary_tables_that_are_equal_are_held_once():
@@ -341,4 +349,4 @@ def test_a_block_that_changes_the_shape_of_the_hidden_state_is_refused(run_block
     block = Widening().requires_grad_(False)
     solver = Halving(dict(block.named_parameters()))
     with pytest.raises(CaptureError, match=r"turns a hidden state \[1, 3, 4\] into \[1, 3, 8\]"):
-        run_block(block, 0, routed_states([1]), (Stop(("up.weight",)),), solver.parameters, solver)
+        run_block(block, 0, routed_states([1]), Collector((stop_at("up.weight"),)), solver.parameters, solver)

@@ -34,6 +34,8 @@ OPTIONS = [
     (["--serve", "vllm", "--serve", "llama.cpp"], {"serve": ("vllm", "llama.cpp")}),
     (["--seed", "7"], {"seed": 7}),
     (["--capture", "passes"], {"capture": "passes"}),
+    (["--experts", "all"], {"experts": "all"}),
+    (["--max-unquantized", "0.5"], {"max_unquantized": 0.5}),
     (["--refinement-rounds", "2"], {"refinement_rounds": 2}),
     (["--activation-memory", "8GB"], {"activation_memory": 8_000_000_000}),
     (["--activation-memory", "1.5 gib"], {"activation_memory": 1_610_612_736}),

@@ -10,7 +10,7 @@ from hessquant.errors import SourceError
 from hessquant.formats.dialect import ModuleSettings, settings_of
 from hessquant.formats.dialects import DIALECTS
 from hessquant.formats.gptq_config import describe, read_settings
-from hessquant.records import Target, Untouched
+from hessquant.records import Place, Target, Untouched
 
 SHARED = {
     "self_attn.k_proj": "self_attn.q_proj",
@@ -34,7 +34,11 @@ def make_plan(skipped=(), blocks=2, group_size=32, bits=4, symmetric=True):
                 untouched.append(Untouched(f"{name}.weight", (64, 64), "F32", 1, "excluded"))
                 continue
             first = f"{prefix}.{SHARED.get(projection, projection)}.weight"
-            targets.append(Target(f"{name}.weight", block, 64, 64, bits, group_size, symmetric, False, first))
+            targets.append(
+                Target(
+                    f"{name}.weight", Place(f"{name}.weight"), block, 64, 64, bits, group_size, symmetric, False, first
+                )
+            )
     return plan_of(targets, untouched, names, group_size)
 
 

@@ -9,6 +9,7 @@ from transformers import FalconConfig, Llama4TextConfig, LlamaConfig, MixtralCon
 from hessquant.errors import PlanError, SourceError
 from hessquant.models.probe import probe
 from hessquant.models.source import ModelSource
+from hessquant.records import Place
 
 SOURCE = ModelSource("tiny", Path("nowhere"))
 
@@ -45,9 +46,8 @@ def test_conv1d_is_transposed_even_when_square(gpt2_config):
 
 def test_weights_with_the_same_input_tensor_share_its_number(llama_config):
     found = probe(SOURCE, llama_config)
-    numbers = [product.input_id for product in found.products[:7]]
-    assert numbers == [0, 0, 0, 1, 2, 2, 3]
-    assert found.products[7].input_id == 4
+    numbers = [product.input_id[0] for product in found.products[:8]]
+    assert numbers == [0, 0, 0, 1, 2, 2, 3, 4]
 
 
 def test_roles_and_blocks_of_parameters(llama_config):
@@ -89,28 +89,46 @@ def test_config_and_global_state_are_left_alone(llama_config):
     assert not isinstance(torch.ones(1) + 1, torch._subclasses.FakeTensor)
 
 
-def test_routing_that_depends_on_values_is_refused():
-    config = MixtralConfig(
-        hidden_size=64, num_hidden_layers=2, intermediate_size=64, num_local_experts=4, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=97,
-    )  # fmt: skip
-    with pytest.raises(PlanError, match=r"MixtralForCausalLM cannot be planned yet.*mixture of experts"):
-        probe(SOURCE, config)
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 97,
+}
 
 
-def test_stacked_experts_are_not_whole():
-    config = Llama4TextConfig(
-        hidden_size=64, num_hidden_layers=1, intermediate_size=64, intermediate_size_mlp=64, num_local_experts=4,
-        num_attention_heads=4, num_key_value_heads=2, vocab_size=97, head_dim=16,
-    )  # fmt: skip
-    stacked = products(probe(SOURCE, config))["model.layers.0.feed_forward.experts.gate_up_proj"]
-    assert not stacked.whole
+def test_experts_are_seen_one_by_one_under_their_names_in_the_checkpoint():
+    config = MixtralConfig(**SMALL, intermediate_size=96, num_local_experts=4)
+    stem = "model.layers.0.block_sparse_moe.experts"
+    names = [f"{stem}.{expert}.{part}.weight" for expert in range(4) for part in ("w1", "w2", "w3")]
+    seen = products(probe(SOURCE, config, names))
+    gate, up, down = (seen[f"{stem}.2.{part}.weight"] for part in ("w1", "w3", "w2"))
+    assert (gate.rows, gate.columns, down.rows, down.columns) == (96, 64, 64, 96)
+    assert gate.place == Place("model.layers.0.mlp.experts.gate_up_proj", 2, 0, 1, stacked=True)
+    assert up.place == Place("model.layers.0.mlp.experts.gate_up_proj", 2, 96, 1, stacked=True)
+    assert down.place == Place("model.layers.0.mlp.experts.down_proj", 2, 0, 1, stacked=True)
+    assert gate.input_id == up.input_id != seen[f"{stem}.1.w1.weight"].input_id
+
+
+def test_experts_in_one_tensor_of_the_checkpoint_get_names_of_their_own():
+    # All of them are multiplied at once, each with inputs of its own, stored [columns, rows].
+    config = Llama4TextConfig(**SMALL, intermediate_size=64, intermediate_size_mlp=64, num_local_experts=4, head_dim=16)
+    stem = "model.layers.0.feed_forward.experts"
+    seen = products(probe(SOURCE, config, [f"{stem}.gate_up_proj", f"{stem}.down_proj"]))
+    last = seen[f"{stem}.3.gate_up_proj.weight"]
+    assert (last.rows, last.columns, last.transposed, last.part_of) == (128, 64, True, f"{stem}.gate_up_proj")
+    assert last.place == Place(f"{stem}.gate_up_proj", 3, transposed=True, stacked=True)
+
+
+def test_the_routed_module_is_known_by_its_arguments():
+    assert probe(SOURCE, MixtralConfig(**SMALL, intermediate_size=96)).routed == {"model.layers.0.mlp.experts"}
 
 
 def test_a_config_of_no_language_model_is_refused():
     from transformers import ViTConfig
 
-    with pytest.raises(SourceError, match="no causal language model"):
+    with pytest.raises(SourceError, match="no model can be built"):
         probe(SOURCE, ViTConfig())
 
 

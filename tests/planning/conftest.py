@@ -22,8 +22,9 @@ def read_headers(directory):
 def saved(tmp_path):
     """Saves a random model in bfloat16; returns its source and its tensors' headers."""
 
-    def save(config):
-        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    def save(config, model_class=None):
+        model = model_class(config) if model_class else AutoModelForCausalLM.from_config(config)
+        model.to(torch.bfloat16).save_pretrained(tmp_path)
         return ModelSource("tiny", tmp_path), read_headers(tmp_path)
 
     return save

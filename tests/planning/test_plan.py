@@ -1,4 +1,5 @@
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -124,12 +125,31 @@ def test_eight_bit_floats_are_refused(llama):
         make_plan(source, tensors, Config())
 
 
-def test_a_mixture_of_experts_is_refused(saved):
-    small = {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 97}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
-    for config in (MixtralConfig(**small, **heads), Llama4TextConfig(**small, **heads, intermediate_size_mlp=64)):
-        with pytest.raises(PlanError, match="cannot be planned yet"):
-            make_plan(*saved(config), Config())
+SMALL_MOE = {
+    "hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 96, "vocab_size": 97, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "num_local_experts": 4,
+}  # fmt: skip
+
+
+def test_experts_are_targets_and_their_router_is_not(saved):
+    # CASES A9.
+    plan = make_plan(*saved(MixtralConfig(**SMALL_MOE)), Config())
+    experts = [target.name for target in plan.targets if ".experts." in target.name]
+    assert len(experts) == 4 * 3
+    assert len(plan.targets) == 12 + 4
+    reasons = {tensor.name: tensor.reason for tensor in plan.untouched}
+    assert reasons["model.layers.0.block_sparse_moe.gate.weight"] == "only 4 rows"
+
+
+def test_matrices_of_one_tensor_are_taken_together_or_not_at_all(saved):
+    source, tensors = saved(Llama4TextConfig(**SMALL_MOE, intermediate_size_mlp=64, head_dim=16))
+    stack = "model.layers.0.feed_forward.experts.down_proj"
+    assert stack not in {tensor.name for tensor in make_plan(source, tensors, Config()).untouched}
+    with pytest.raises(PlanError, match=rf"not all of {re.escape(stack)}, which is one tensor"):
+        make_plan(source, tensors, Config(exclude=("experts.2.down_proj",)))
+    plan = make_plan(source, tensors, Config(exclude=("experts.*.down_proj",)))
+    reasons = {tensor.name: tensor.reason for tensor in plan.untouched}
+    assert reasons[stack] == "excluded by pattern 'experts.*.down_proj'"
 
 
 def test_plan_reads_no_weights(llama):

@@ -1,16 +1,10 @@
-from dataclasses import replace
-
 import pytest
-import torch
-from transformers import CohereConfig
+from transformers import AlbertConfig, AlbertModel, CohereConfig
 
 from hessquant.config import Config
 from hessquant.errors import PatternError, PlanError
-from hessquant.models.probe import _Recorder, probe
-from hessquant.models.source import load_config
 from hessquant.planning import make_plan
 from hessquant.planning.patterns import matches
-from hessquant.planning.targets import select_targets
 
 
 def names(plan):
@@ -130,28 +124,11 @@ def test_excluding_everything_is_refused(llama):
         make_plan(*llama(), Config(exclude=("*",)))
 
 
-def test_a_weight_that_one_forward_pass_multiplies_twice_is_left_alone_with_the_reason(llama):
-    # Its Hessian would hold the inputs of the first call only.
-    source, tensors = llama()
-    seen = probe(source, load_config(source))
-    name = "model.layers.0.mlp.down_proj.weight"
-    products = tuple(replace(p, calls=2) if p.name == name else p for p in seen.products)
-    chosen, reasons = select_targets(replace(seen, products=products), tensors, Config())
-    assert name not in {product.name for product in chosen}
-    assert "multiplied 2 times in one forward pass" in reasons[name]
-
-
-def test_the_probe_counts_products():
-    class Twice(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4, bias=False)])
-
-        def forward(self, hidden):
-            return self.layers[0](torch.tanh(self.layers[0](hidden)))
-
-    model = Twice()
-    recorder = _Recorder(model, ("layers.0",))
-    with recorder.watch:
-        model(torch.ones(2, 4))
-    assert [(product.name, product.calls) for product in recorder.products("twice")] == [("layers.0.weight", 2)]
+def test_a_looped_layer_is_one_target_multiplied_several_times(saved):
+    # Its blocks cannot be run one by one, so the whole model is run as one.
+    small = {"hidden_size": 64, "embedding_size": 32, "num_attention_heads": 4, "intermediate_size": 128}
+    config = AlbertConfig(**small, num_hidden_layers=3, vocab_size=97, architectures=["AlbertModel"])
+    plan = make_plan(*saved(config, AlbertModel), Config())
+    assert {target.calls for target in plan.targets} == {3}
+    assert plan.whole == "encoder.albert_layer_groups.0 is called 3 times in one forward pass"
+    assert len(plan.targets) == 6

@@ -13,6 +13,7 @@ from hessquant.records import (
     InspectedWeight,
     Inspection,
     LayerRecord,
+    Place,
     Plan,
     RunReport,
     ServerVerdict,
@@ -38,7 +39,8 @@ def plan_from(loaded):
         **{
             **loaded,
             "blocks": tuple(loaded["blocks"]),
-            "targets": tuple(Target(**target) for target in loaded["targets"]),
+            "returns_tuple": tuple(loaded["returns_tuple"]),
+            "targets": tuple(Target(**{**target, "place": Place(**target["place"])}) for target in loaded["targets"]),
             "untouched": tuple(with_tuple_shape(Untouched, tensor) for tensor in loaded["untouched"]),
             "servers": tuple(ServerVerdict(**server) for server in loaded["servers"]),
         }

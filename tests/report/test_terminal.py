@@ -45,7 +45,7 @@ def test_a_plan_lists_targets_by_kind_and_the_untouched_by_reason(plan):
         "64",
         "30",
     ]
-    assert line_with(text, "embedding").split() == ["embedding", "1", "54.0", "MiB"]
+    assert line_with(text, "embedding ").split() == ["embedding", "1", "54.0", "MiB"]
     assert line_with(text, "norm").split() == ["norm", "30", "33.8", "KiB"]
 
 

@@ -1,6 +1,7 @@
 """Token windows -> batches of equal length. There is no padding, so no padded position can enter a Hessian."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,15 +12,20 @@ from hessquant.records import TokenWindow
 
 @dataclass(frozen=True)
 class Batch:
-    """Windows of one length.
+    """Inputs of one forward pass.
 
     Attributes:
-        ids: int64 [windows, length].
+        inputs: Arguments of the model's forward pass by name, such as input_ids, int64 [windows, length].
         windows: Index of each window among all.
     """
 
-    ids: Tensor
+    inputs: Mapping[str, Tensor]
     windows: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Positions of the longest input; of text, its tokens."""
+        return max(math.prod(tensor.shape[:2]) for tensor in self.inputs.values())
 
 
 def batches_of(windows: Sequence[TokenWindow], tokens_per_batch: int) -> tuple[Batch, ...]:
@@ -33,5 +39,5 @@ def batches_of(windows: Sequence[TokenWindow], tokens_per_batch: int) -> tuple[B
         for start in range(0, len(members), size):
             chosen = tuple(members[start : start + size])
             ids = torch.tensor([windows[index].ids for index in chosen], dtype=torch.int64)
-            batches.append(Batch(ids, chosen))
+            batches.append(Batch({"input_ids": ids}, chosen))
     return tuple(batches)

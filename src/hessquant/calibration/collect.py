@@ -1,73 +1,207 @@
-"""What both ways of running a block share: the stops, and adding an input to a stop's statistics."""
+"""What both ways of running a block share: the stops, and adding inputs to their statistics."""
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from greenlet import getcurrent
+from torch import Tensor, nn
 
-from hessquant.calibration.prelude import BatchState
+from hessquant.calibration.prelude import BatchRun
 from hessquant.core import hessian
 from hessquant.core.hessian import HessianStatistics
 from hessquant.errors import CaptureError, NonFiniteError
+from hessquant.models.routing import through_every_expert
 from hessquant.models.watch import Product, Watch
+from hessquant.records import Target
+
+Key = tuple[str, int]
+"""A matrix of the model: the name of its parameter, and which of those stacked there it is."""
+
+
+@dataclass(frozen=True)
+class InputGroup:
+    """Weights that see the same inputs, and so share one Hessian.
+
+    Attributes:
+        members: Target names.
+        keys: The model's matrices that they are; the first is the one the forward pass reaches first.
+    """
+
+    members: tuple[str, ...]
+    keys: tuple[Key, ...]
+
+    @property
+    def leader(self) -> str:
+        """The member that the statistics are named after."""
+        return self.members[0]
 
 
 @dataclass(frozen=True)
 class Stop:
-    """Weights that see the same inputs, and so share one Hessian.
+    """What is collected and then quantized together.
 
     Attributes:
-        members: Parameter names; the first is the one the forward pass reaches first.
+        groups: One; of a module that owns stacked experts, one per expert and input.
+        module: That module; empty for a plain matrix.
+        calls: Products of a matrix in one forward pass of the block.
     """
 
-    members: tuple[str, ...]
+    groups: tuple[InputGroup, ...]
+    module: str = ""
+    calls: int = 1
 
     @property
     def leader(self) -> str:
-        """The member at which the inputs are collected."""
-        return self.members[0]
+        """The member that the stop is named after."""
+        return self.groups[0].leader
+
+    @property
+    def is_looped(self) -> bool:
+        """Whether a forward pass comes back to its matrices, so that nothing may wait there."""
+        return self.calls > 1
 
 
-SolveStop = Callable[[tuple[str, ...], HessianStatistics], None]
-"""Quantize a stop's members (parameter names) in place, given the statistics of their inputs."""
+def stops_of(targets: Sequence[Target]) -> tuple[Stop, ...]:
+    """The stops of some targets, which come in the order that the forward pass reaches them."""
+    members: dict[str, list[Target]] = {}
+    for target in targets:
+        members.setdefault(target.shares_input_with, []).append(target)
+    found: dict[str, list[list[Target]]] = {}
+    for leader, group in members.items():
+        found.setdefault(group[0].place.module or leader, []).append(group)
+    return tuple(
+        Stop(
+            tuple(
+                InputGroup(
+                    tuple(target.name for target in group),
+                    tuple(dict.fromkeys((target.place.parameter, target.place.piece) for target in group)),
+                )
+                for group in groups
+            ),
+            groups[0][0].place.module,
+            max(target.calls for group in groups for target in group),
+        )
+        for groups in found.values()
+    )
+
+
+SolveStop = Callable[[Stop, Mapping[str, HessianStatistics]], None]
+"""Quantize a stop's members in place, given the statistics of each group's inputs by its leader."""
 
 
 class Collector:
-    """Statistics per stop of one block, from the batches that have reached it."""
+    """Statistics of the stops of one block, from the batches that have reached them.
 
-    def __init__(self, stops: tuple[Stop, ...]) -> None:
+    Attributes:
+        stops: All stops of the block, in the order that the forward pass reaches them.
+        solved: Those that are solved.
+
+    Args:
+        stops: The stops.
+        every_expert: Whether experts see every token while inputs are collected, and not only those routed to them.
+    """
+
+    def __init__(self, stops: tuple[Stop, ...], *, every_expert: bool = False) -> None:
         self.stops = stops
-        self.stop_of = {member: stop for stop in stops for member in stop.members}
         self.solved: set[str] = set()
+        self._every_expert = every_expert
+        self._stop_of: dict[str, Stop] = {}
+        self._group_of: dict[Key, InputGroup] = {}
+        for stop in stops:
+            for group in stop.groups:
+                for parameter, piece in group.keys:
+                    self._stop_of[parameter] = stop
+                    self._group_of[parameter, piece] = group
         self._statistics: dict[str, HessianStatistics] = {}
+        self._module_calls: dict[tuple[object, str], tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self._modules: dict[str, nn.Module] = {}
 
-    def add(self, stop: Stop, product: Product, batch: BatchState) -> None:
-        """Add one product's inputs to a stop's statistics.
+    def stop_at(self, product: Product) -> Stop | None:
+        """The stop that a product belongs to, solved or not."""
+        return self._stop_of.get(product.name)
+
+    @contextmanager
+    def noting_calls(self, block: nn.Module, name: str) -> Iterator[None]:
+        """Inside, what modules with stacked experts are called with is noted, so that they can be run once more.
+
+        Args:
+            block: The block that is run.
+            name: Its name; empty for the whole model.
+        """
+        hooks = []
+        for stop in self.stops:
+            if stop.module:
+                module = self._modules[stop.module] = block.get_submodule(stop.module.removeprefix(f"{name}."))
+
+                def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], at: str = stop.module) -> None:
+                    self._module_calls[getcurrent(), at] = args, kwargs
+
+                hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self._module_calls.clear()
+
+    def collect(self, stop: Stop, product: Product, batch: BatchRun, parameters: Mapping[str, Tensor]) -> None:
+        """Add the inputs of one batch at a stop that it has just reached.
 
         Raises:
             NonFiniteError: If an input is NaN or Inf; names the weight, the window and the channel.
         """
-        rows = product.inputs.reshape(-1, product.inputs.shape[-1])
-        statistics = self._statistics.get(stop.leader) or HessianStatistics.empty(
-            rows.shape[1], torch.float64 if rows.dtype == torch.float64 else torch.float32
-        )
-        try:
-            self._statistics[stop.leader] = hessian.add(statistics, rows, out=statistics.sum)
-        except NonFiniteError as error:
-            raise _named(error, stop.leader, rows, batch) from error
+        if not stop.module:
+            self.add(product, batch)
+            return
+        args, kwargs = self._module_calls.pop((getcurrent(), stop.module))
+        if self._every_expert:
+            args, kwargs = through_every_expert(stop.module, args, kwargs, product.pieces)
 
-    def take(self, stop: Stop) -> HessianStatistics:
-        """Give up a stop's statistics, and count it as solved.
+        def observe(other: Product) -> None:
+            if self.stop_at(other) is stop:
+                self.add(other, batch)
+
+        # Run once to collect for all its experts; what it returns is of no use, its weights are about to change.
+        with torch.no_grad(), Watch(parameters, observe):
+            self._modules[stop.module].forward(*args, **kwargs)
+
+    def add(self, product: Product, batch: BatchRun) -> None:
+        """Add one product's inputs to the statistics of its group, if it is the group's first matrix.
+
+        Raises:
+            NonFiniteError: If an input is NaN or Inf.
+        """
+        for piece, inputs in _pieces(product):
+            group = self._group_of.get((product.name, piece))
+            if group is None or group.keys[0] != (product.name, piece):
+                continue
+            rows = inputs.reshape(-1, inputs.shape[-1])
+            if product.piece is None:
+                # Where all matrices of a stack are multiplied at once, tokens of other experts are rows of zeros.
+                rows = rows[rows.any(dim=1)]
+            statistics = self._statistics.get(group.leader) or HessianStatistics.empty(
+                rows.shape[1], torch.float64 if rows.dtype == torch.float64 else torch.float32
+            )
+            try:
+                self._statistics[group.leader] = hessian.add(statistics, rows, out=statistics.sum)
+            except NonFiniteError as error:
+                raise _named(error, group.leader, rows, batch) from error
+
+    def take(self, stop: Stop) -> dict[str, HessianStatistics]:
+        """Give up a stop's statistics by the leader of each group, and count it as solved.
 
         Raises:
             CaptureError: If no batch has reached it.
         """
-        if stop.leader not in self._statistics:
+        found = {group.leader: self._statistics.pop(group.leader, None) for group in stop.groups}
+        reached = {leader: statistics for leader, statistics in found.items() if statistics is not None}
+        if not reached or (len(reached) < len(found) and not stop.module):
             raise CaptureError(f"no calibration token reached {stop.leader}; the forward pass did not go as planned")
         self.solved.add(stop.leader)
-        return self._statistics.pop(stop.leader)
+        return reached
 
 
 class _Reached(Exception):
@@ -75,25 +209,54 @@ class _Reached(Exception):
 
 
 def collect_until(
-    stop: Stop, collector: Collector, batch: BatchState, parameters: Mapping[str, Tensor], run: Callable[[], object]
+    stop: Stop, collector: Collector, batch: BatchRun, parameters: Mapping[str, Tensor], run: Callable[[], object]
 ) -> None:
     """Run as far as a stop, and add the inputs of one batch there."""
 
     def observe(product: Product) -> None:
-        if product.name == stop.leader:
-            collector.add(stop, product, batch)
+        if collector.stop_at(product) is stop:
+            collector.collect(stop, product, batch, parameters)
             raise _Reached
 
     with suppress(_Reached), torch.no_grad(), Watch(parameters, observe):
         run()
 
 
+def solve_looped(
+    collector: Collector,
+    batches: Sequence[BatchRun],
+    parameters: Mapping[str, Tensor],
+    run: Callable[[BatchRun], object],
+    solve: SolveStop,
+) -> int:
+    """Quantize the matrices that a forward pass comes back to, from the inputs of all their calls.
+
+    No pass may wait at such a matrix, so one pass collects, before any weight of the block is changed.
+
+    Returns:
+        Forward passes per window that it took.
+    """
+    looped = [stop for stop in collector.stops if stop.is_looped]
+    for batch in batches if looped else ():
+
+        def observe(product: Product, batch: BatchRun = batch) -> None:
+            stop = collector.stop_at(product)
+            if stop is not None and stop.is_looped:
+                collector.add(product, batch)
+
+        with torch.no_grad(), Watch(parameters, observe):
+            run(batch)
+    for stop in looped:
+        solve(stop, collector.take(stop))
+    return 1 if looped else 0
+
+
 class SameInputs:
-    """Checks, within one batch, that the members of a stop really see one input tensor."""
+    """Checks, within one batch, that the members of a group really see one input tensor."""
 
     def __init__(self) -> None:
         self._sources: dict[str, Tensor] = {}
-        self._followers: dict[str, set[str]] = {}
+        self._followers: dict[str, set[Key]] = {}
 
     def check(self, stop: Stop, product: Product) -> None:
         """Remember the leader's input until the last follower has come; compare each follower's with it.
@@ -101,25 +264,36 @@ class SameInputs:
         Raises:
             CaptureError: If a follower sees another tensor than its leader.
         """
-        if product.name == stop.leader:
-            followers = set(stop.members) - {stop.leader}
+        if stop.module or stop.is_looped:
+            return
+        (group,) = stop.groups
+        if product.name == group.keys[0][0]:
+            followers = set(group.keys[1:])
             if followers:
                 self._sources[stop.leader], self._followers[stop.leader] = product.source, followers
             return
         if self._sources.get(stop.leader) is not product.source:
             raise CaptureError(
-                f"{product.name} was planned to see the same inputs as {stop.leader}, but does not in this batch"
+                f"{product.name} was planned to see the same inputs as {group.keys[0][0]}, but does not in this batch"
             )
-        self._followers[stop.leader].discard(product.name)
+        self._followers[stop.leader].discard((product.name, 0))
         if not self._followers[stop.leader]:
             # An input is large; none is kept alive for longer than it must be.
             del self._sources[stop.leader], self._followers[stop.leader]
 
 
-def _named(error: NonFiniteError, name: str, rows: Tensor, batch: BatchState) -> NonFiniteError:
+def _pieces(product: Product) -> Iterator[tuple[int, Tensor]]:
+    """Inputs of each matrix that a product multiplies."""
+    if product.piece is not None:
+        yield product.piece, product.inputs
+    else:
+        yield from enumerate(product.inputs)
+
+
+def _named(error: NonFiniteError, name: str, rows: Tensor, batch: BatchRun) -> NonFiniteError:
     token, channel = error.place or (0, 0)
     per_window = len(rows) // len(batch.windows)
-    if len(rows) == batch.hidden.shape[:-1].numel():
+    if len(rows) == batch.tokens:
         where = f"window {batch.windows[token // per_window]}, token {token % per_window}"
     else:
         where = f"one of windows {batch.windows[0]} to {batch.windows[-1]}"

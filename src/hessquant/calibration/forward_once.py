@@ -15,8 +15,8 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
-from hessquant.calibration.collect import Collector, SameInputs, SolveStop, Stop
-from hessquant.calibration.prelude import BatchState
+from hessquant.calibration.collect import Collector, SameInputs, SolveStop, Stop, solve_looped
+from hessquant.calibration.prelude import BatchRun
 from hessquant.models.watch import Product, Watch
 
 
@@ -28,7 +28,7 @@ class _Walker:
     """
 
     def __init__(
-        self, block: nn.Module, index: int, batch: BatchState, parameters: Mapping[str, Tensor], collector: Collector
+        self, block: nn.Module, index: int, batch: BatchRun, parameters: Mapping[str, Tensor], collector: Collector
     ) -> None:
         self._block, self._index, self._batch = block, index, batch
         self._parameters, self._collector = parameters, collector
@@ -52,13 +52,13 @@ class _Walker:
             batch.advance(self._index, self._block)
 
     def _observe(self, product: Product) -> None:
-        stop = self._collector.stop_of.get(product.name)
+        stop = self._collector.stop_at(product)
         if stop is None:
             return
         self._same_inputs.check(stop, product)
         if stop.leader in self._collector.solved:
             return
-        self._collector.add(stop, product, self._batch)
+        self._collector.collect(stop, product, self._batch, self._parameters)
         self.waits_at = stop
         self._caller.switch()
 
@@ -67,8 +67,8 @@ class _Walker:
 def run_block_once(
     block: nn.Module,
     index: int,
-    batches: Sequence[BatchState],
-    stops: tuple[Stop, ...],
+    batches: Sequence[BatchRun],
+    collector: Collector,
     parameters: Mapping[str, Tensor],
     solve: SolveStop,
 ) -> int:
@@ -78,30 +78,32 @@ def run_block_once(
         block: The block; its parameters are changed in place by `solve`.
         index: Its place among the blocks.
         batches: Their hidden states are replaced by the block's outputs.
-        stops: The block's stops in the order that the forward pass reaches them.
+        collector: Has the block's stops, in the order that the forward pass reaches them.
         parameters: The block's parameters by name.
         solve: Quantizes a stop's members in place.
 
     Returns:
-        Forward passes of the block per window: 1.
+        Forward passes of the block per window: 1, and 1 more if it comes back to some of its matrices.
 
     Raises:
         CaptureError: If a stop is never reached, or its members do not share inputs.
         NonFiniteError: If an input is NaN or Inf.
     """
-    collector = Collector(stops)
+    passes = solve_looped(collector, batches, parameters, lambda batch: batch.run(index, block), solve)
     walkers = [_Walker(block, index, batch, parameters, collector) for batch in batches]
     try:
-        # A batch may skip a stop (routing), but none comes back to an earlier one: once every batch waits or has
-        # ended, the earliest stop waited at is complete.
+        # A batch may skip a stop, but none comes back to an earlier one: once every batch waits or has ended, the
+        # earliest stop waited at is complete.
         for walker in walkers:
             walker.step()
-        for stop in stops:
-            solve(stop.members, collector.take(stop))
+        for stop in collector.stops:
+            if stop.is_looped:
+                continue
+            solve(stop, collector.take(stop))
             for walker in walkers:
                 if walker.waits_at is stop:
                     walker.step()
     finally:
         for walker in walkers:
             walker.cancel()
-    return 1
+    return passes + 1

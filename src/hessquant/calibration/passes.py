@@ -9,16 +9,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hessquant.calibration.collect import Collector, SameInputs, SolveStop, Stop, collect_until
-from hessquant.calibration.prelude import BatchState
+from hessquant.calibration.collect import Collector, SameInputs, SolveStop, collect_until, solve_looped
+from hessquant.calibration.prelude import BatchRun
 from hessquant.models.watch import Product, Watch
 
 
 def run_block_in_passes(
     block: nn.Module,
     index: int,
-    batches: Sequence[BatchState],
-    stops: tuple[Stop, ...],
+    batches: Sequence[BatchRun],
+    collector: Collector,
     parameters: Mapping[str, Tensor],
     solve: SolveStop,
 ) -> int:
@@ -29,26 +29,29 @@ def run_block_in_passes(
     Returns:
         Forward passes begun per window: the number of stops and one.
     """
-    collector = Collector(stops)
-    for stop in stops:
+    passes = solve_looped(collector, batches, parameters, lambda batch: batch.run(index, block), solve)
+    for stop in collector.stops:
+        if stop.is_looped:
+            continue
         for batch in batches:
-            run = partial(batch.arguments[index].call, block, batch.hidden)
-            collect_until(stop, collector, batch, parameters, run)
-        solve(stop.members, collector.take(stop))
+            collect_until(stop, collector, batch, parameters, partial(batch.run, index, block))
+        solve(stop, collector.take(stop))
+        passes += 1
     for batch in batches:
         same_inputs = SameInputs()
 
         def check(product: Product, same_inputs: SameInputs = same_inputs) -> None:
-            if product.name in collector.stop_of:
-                same_inputs.check(collector.stop_of[product.name], product)
+            stop = collector.stop_at(product)
+            if stop is not None:
+                same_inputs.check(stop, product)
 
         with torch.no_grad(), Watch(parameters, check):
             batch.advance(index, block)
-    return len(stops) + 1
+    return passes + 1
 
 
 @torch.no_grad()
-def replay_block(block: nn.Module, index: int, batches: Sequence[BatchState]) -> None:
+def replay_block(block: nn.Module, index: int, batches: Sequence[BatchRun]) -> None:
     """Take all batches through a block that is quantized already."""
     for batch in batches:
         batch.advance(index, block)

@@ -6,50 +6,43 @@ model passes it, per block; the last stand-in ends the pass, so that the head do
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from hessquant.calibration.batches import Batch
 from hessquant.errors import CaptureError
+from hessquant.models.library import run_model
+from hessquant.models.stand_ins import BlockArguments, BlockCalls, stand_ins
 
-_HIDDEN = "hidden_states"
 _CANDIDATES = 8
 
 
-@dataclass(frozen=True)
-class BlockArguments:
-    """Arguments of one block for one batch, without the hidden state.
+class BatchRun(Protocol):
+    """One batch as it goes through a block, or through the whole model."""
 
-    Attributes:
-        args: Positional arguments after the hidden state.
-        kwargs: Keyword arguments.
-        by_keyword: Whether the hidden state is passed as a keyword.
-    """
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Index of each window among all."""
 
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    by_keyword: bool
+    @property
+    def tokens(self) -> int:
+        """Tokens in the batch."""
 
-    def call(self, block: nn.Module, hidden: Tensor) -> Tensor:
-        """Run the block and give the hidden state it returns."""
-        if self.by_keyword:
-            output = block(*self.args, **{_HIDDEN: hidden}, **self.kwargs)
-        else:
-            output = block(hidden, *self.args, **self.kwargs)
-        first = output[0] if isinstance(output, tuple) else output
-        if not isinstance(first, Tensor):
-            raise CaptureError(f"block {type(block).__name__} returned {type(first).__name__}, not a hidden state")
-        return first
+    def run(self, index: int, block: nn.Module) -> object:
+        """Run one block; nothing is kept."""
+
+    def advance(self, index: int, block: nn.Module) -> None:
+        """Run one block, and be ready for the next."""
 
 
 @dataclass
 class BatchState:
-    """One batch on its way through the model.
+    """One batch on its way through the blocks.
 
     Attributes:
         hidden: Hidden state that enters the next block, [windows, length, hidden]; overwritten block by block.
@@ -61,13 +54,22 @@ class BatchState:
     arguments: tuple[BlockArguments, ...]
     windows: tuple[int, ...]
 
+    @property
+    def tokens(self) -> int:
+        """Tokens in the batch."""
+        return self.hidden.shape[:-1].numel()
+
+    def run(self, index: int, block: nn.Module) -> Tensor:
+        """Run one block on the hidden state, which stays as it is."""
+        return self.arguments[index].call(block, self.hidden)
+
     def advance(self, index: int, block: nn.Module) -> None:
         """Run one block, and put the hidden state that it returns in the place of the one that went in.
 
         Raises:
             CaptureError: If it returns another shape.
         """
-        output = self.arguments[index].call(block, self.hidden)
+        output = self.run(index, block)
         if output.shape != self.hidden.shape:
             raise CaptureError(
                 f"block {index} ({type(block).__name__}) turns a hidden state {list(self.hidden.shape)} into "
@@ -76,37 +78,37 @@ class BatchState:
         self.hidden.copy_(output)
 
 
+@dataclass(frozen=True)
+class WholePass:
+    """One batch that goes through the whole model at once.
+
+    Attributes:
+        batch: The model's inputs.
+    """
+
+    batch: Batch
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Index of each window among all."""
+        return self.batch.windows
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the batch."""
+        return self.batch.tokens
+
+    def run(self, index: int, block: nn.Module) -> object:
+        """Run the model, which is the one block there is."""
+        return run_model(block, self.batch.inputs)
+
+    def advance(self, index: int, block: nn.Module) -> None:
+        """Run the model; nothing comes after it."""
+        self.run(index, block)
+
+
 class _PreludeDone(Exception):
     """The last block has been reached."""
-
-
-OnCall = Callable[[int, Tensor, BlockArguments], Tensor]
-"""Told of a call of the block with this index; gives the hidden state that it is to return."""
-
-
-class _StandIn(nn.Module):
-    """Takes a block's place: whoever is told of its calls says what it returns."""
-
-    def __init__(self, block: nn.Module, index: int, returns_tuple: bool, on_call: OnCall):
-        super().__init__()
-        self._block = [block]  # in a list, so that it is not registered as a submodule
-        self._index, self._returns_tuple, self._on_call = index, returns_tuple, on_call
-
-    def __getattr__(self, name: str) -> Any:
-        """Attributes that the model reads off its blocks, such as a layer's attention type."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_block"][0], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        by_keyword = _HIDDEN in kwargs
-        hidden = kwargs.pop(_HIDDEN) if by_keyword else args[0] if args else None
-        if not isinstance(hidden, Tensor):
-            raise CaptureError(f"block {type(self._block[0]).__name__} is not called with a hidden state")
-        rest = args if by_keyword else args[1:]
-        result = self._on_call(self._index, hidden, BlockArguments(rest, dict(kwargs), by_keyword))
-        return (result,) if self._returns_tuple else result
 
 
 def record_arguments(
@@ -119,39 +121,30 @@ def record_arguments(
     """Run everything before the first block on every batch, and note what each block is passed.
 
     Args:
-        model: A causal language model, called as `model(input_ids=..., use_cache=False)`.
+        model: A model, called with the inputs of a batch.
         blocks: Module names of its blocks, in order.
         returns_tuple: Whether each block returns a tuple.
-        batches: Token ids.
+        batches: Model inputs.
         keep: Gives the copy of a hidden state that its batch will own.
 
     Raises:
         CaptureError: If the blocks are not called one after another, each with the hidden state of the one before.
     """
-    calls: list[tuple[Tensor, BlockArguments]] = []
     states, interned = [], _Interned()
+    for batch in batches:
+        calls = BlockCalls(blocks)
 
-    def note(index: int, hidden: Tensor, arguments: BlockArguments) -> Tensor:
-        calls.append((hidden, arguments))
-        if index == len(blocks) - 1:
-            raise _PreludeDone
-        return hidden
+        def note(index: int, hidden: Tensor, arguments: BlockArguments, calls: BlockCalls = calls) -> Tensor:
+            calls.note(index, hidden, arguments)
+            if calls.complete:
+                raise _PreludeDone
+            return hidden
 
-    with stand_ins(model, blocks, returns_tuple, note), torch.no_grad():
-        for batch in batches:
-            calls.clear()
-            with suppress(_PreludeDone):
-                model(input_ids=batch.ids, use_cache=False)
-            if len(calls) != len(blocks):
-                raise CaptureError(
-                    f"{len(calls)} of {len(blocks)} blocks were called; the model skips or repeats blocks"
-                )
-            # Stand-ins are the identity: whatever else arrives was made between blocks, where nothing replays it.
-            for name, (hidden, _) in zip(blocks, calls, strict=True):
-                if hidden is not calls[0][0]:
-                    raise CaptureError(f"the model changes the hidden state between blocks, before {name}")
-            arguments = tuple(interned.arguments(arguments) for _, arguments in calls)
-            states.append(BatchState(keep(calls[0][0]), arguments, batch.windows))
+        with stand_ins(model, blocks, returns_tuple, note), suppress(_PreludeDone), torch.no_grad():
+            run_model(model, batch.inputs)
+        calls.check()
+        arguments = tuple(interned.arguments(arguments) for _, arguments in calls.calls)
+        states.append(BatchState(keep(calls.calls[0][0]), arguments, batch.windows))
     return states
 
 
@@ -180,18 +173,3 @@ class _Interned:
         elif type(value) in (tuple, list):
             return type(value)(self._value(item) for item in value)
         return value
-
-
-@contextmanager
-def stand_ins(
-    model: nn.Module, blocks: Sequence[str], returns_tuple: Sequence[bool], on_call: OnCall
-) -> Iterator[None]:
-    """Inside, the model runs without its blocks: `on_call` is asked in their place."""
-    originals = {name: model.get_submodule(name) for name in blocks}
-    try:
-        for index, (name, block) in enumerate(originals.items()):
-            model.set_submodule(name, _StandIn(block, index, returns_tuple[index], on_call))
-        yield
-    finally:
-        for name, block in originals.items():
-            model.set_submodule(name, block)

@@ -10,7 +10,7 @@ from hessquant.checkpoint.decode import decode_module, quantization_of
 from hessquant.checkpoint.header import read_json
 from hessquant.checkpoint.reader import CheckpointReader, TensorSource
 from hessquant.checkpoint.shards import raw_bytes
-from hessquant.checkpoint.writer import QUANTIZATION_FILE, model_config
+from hessquant.checkpoint.writer import QUANTIZATION_FILE, model_config, stacked_tensors
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError, SourceError, VerificationError
 from hessquant.formats.dialect import module_of, settings_of
@@ -54,7 +54,7 @@ def verify(
 
 def _check_inventory(written: CheckpointReader, source: TensorSource, plan: Plan) -> None:
     dialect = dialect_of(quantization_of(written.config) or {})
-    expected = set(source.tensors)
+    expected = set(source.tensors) - stacked_tensors(plan.targets)
     for target in plan.targets:
         expected.discard(target.name)
         names = dialect.part_names(module_of(target.name))
@@ -77,9 +77,9 @@ def _check_config(out: Path, written: CheckpointReader, source: TensorSource, pl
 
 
 def _check_untouched(written: CheckpointReader, source: TensorSource, plan: Plan) -> None:
-    targets = {target.name for target in plan.targets}
+    replaced = {target.name for target in plan.targets} | stacked_tensors(plan.targets)
     for name, info in source.tensors.items():
-        if name in targets:
+        if name in replaced:
             continue
         copy = written.tensors[name]
         if (copy.dtype, copy.shape) != (info.dtype, info.shape):

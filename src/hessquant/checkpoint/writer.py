@@ -4,7 +4,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -253,8 +253,11 @@ def _check_targets(
 
 
 def _units(source: TensorSource, targets: Mapping[str, Target], dialect: Dialect) -> Iterator[Unit]:
-    # Targets without a tensor of their own, last: a head that was tied to the embedding.
+    # Targets without a tensor of their own, last: a head that was tied to the embedding, matrices of a stack.
+    stacks = stacked_tensors(targets.values())
     for name in dict.fromkeys([*source.tensors, *targets]):
+        if name in stacks:
+            continue
         target = targets.get(name)
         if target is None:
             yield Unit(name, (source.tensors[name],))
@@ -268,6 +271,11 @@ def _units(source: TensorSource, targets: Mapping[str, Target], dialect: Dialect
                 for part, (dtype, shape) in layout.items()
             ),
         )
+
+
+def stacked_tensors(targets: Iterable[Target]) -> set[str]:
+    """Tensors of the source in whose place the quantized matrices that they hold are written."""
+    return {target.part_of for target in targets} - {""}
 
 
 def _index(shards: Mapping[str, list[Unit]]) -> dict[str, Any]:

@@ -7,11 +7,11 @@ from torch import nn
 from hessquant.errors import PlanError
 
 
-def find_blocks(model: nn.Module) -> tuple[str, ...]:
-    """Module names of the blocks, in order.
+def find_blocks(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Module names of the blocks, in order, list by list; the list that holds the most parameters comes first.
 
-    The blocks are the outermost `ModuleList` of composite modules that holds the most parameters. Hybrid models mix
-    classes in that list; lists inside a block (of experts, say) are never looked at, nor are lists of bare layers.
+    Blocks are in an outermost `ModuleList` of composite modules. Hybrid models mix classes in that list; lists inside
+    a block (of experts, say) are never looked at, nor are lists of bare layers.
 
     Raises:
         PlanError: If the model has no such list.
@@ -21,11 +21,11 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
     if not blocks:
         found = ", ".join(f"{name} ({len(modules)})" for name, modules in candidates.items()) or "no list of modules"
         raise PlanError(
-            f"{type(model).__name__}: no list of decoder blocks; its module lists: {found}. "
+            f"{type(model).__name__}: no list of blocks; its module lists: {found}. "
             "A model must keep its blocks in a torch.nn.ModuleList"
         )
-    name = max(blocks, key=lambda key: (_size(blocks[key]), len(blocks[key])))
-    return tuple(f"{name}.{index}" for index in range(len(blocks[name])))
+    names = sorted(blocks, key=lambda key: (_size(blocks[key]), len(blocks[key])), reverse=True)
+    return tuple(tuple(f"{name}.{index}" for index in range(len(blocks[name]))) for name in names)
 
 
 def _outermost_lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.ModuleList]]:

@@ -1,10 +1,15 @@
 """Calling transformers: quietly, and with its errors known."""
 
 import copy
+import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
+import transformers
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
@@ -49,15 +54,57 @@ def quiet() -> Iterator[None]:
 
 
 def from_config(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """A causal language model in float32 and eval mode with weights of no meaning, on the device that is current.
+    """The model in float32 and eval mode with weights of no meaning, on the device that is current.
 
-    Experts run one by one ("eager"), so that every product with a weight can be seen. `config` is not changed.
+    It is of the class that the config names, where transformers has it, and a causal language model otherwise. Experts
+    run one by one ("eager"), so that every product with a weight can be seen, and no caches are made. `config` is not
+    changed.
     """
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-        copy.deepcopy(config),
-        dtype="float32",
-        experts_implementation="eager",
-        trust_remote_code=trust_remote_code,
-    )
+    config = copy.deepcopy(config)
+    _stop_caching(config)
+    settings: dict[str, Any] = {"dtype": "float32", "experts_implementation": "eager"}
+    named = _named_class(config)
+    model: PreTrainedModel
+    if named is not None and not (trust_remote_code and hasattr(config, "auto_map")):
+        model = named._from_config(config, **settings)  # type: ignore[no-untyped-call]
+    else:
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, trust_remote_code=trust_remote_code, **settings
+        )
     model.train(False)
     return model
+
+
+def _named_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """The class that `architectures` names; None if it names none that transformers has."""
+    match getattr(config, "architectures", None):
+        case [str(name), *_]:
+            found = getattr(transformers, name, None)
+            return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else None
+    return None
+
+
+def _stop_caching(config: PreTrainedConfig) -> None:
+    for value in (config, *vars(config).values()):
+        if isinstance(value, PreTrainedConfig) and hasattr(value, "use_cache"):
+            value.use_cache = False
+
+
+def run_model(model: nn.Module, inputs: Mapping[str, Tensor]) -> Any:
+    """Run a model's forward pass without a cache."""
+    forward = inspect.signature(model.forward).parameters
+    return model(**inputs, **({"use_cache": False} if "use_cache" in forward else {}))
+
+
+@contextmanager
+def new_parameters(change: Callable[[nn.Parameter], nn.Parameter]) -> Iterator[None]:
+    """Inside, every parameter that a module gets is what `change` makes of it."""
+
+    def register(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        return None if parameter is None else change(parameter)
+
+    hook = register_module_parameter_registration_hook(register)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        hook.remove()

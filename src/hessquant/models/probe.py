@@ -1,22 +1,28 @@
-"""A forward pass without weights: which parameter is multiplied with which input.
+"""A forward pass without weights: which matrix is multiplied with which input, and how the blocks are called.
 
-The model is built of fake tensors, which have shapes and storages but no memory, so a 70B config takes seconds.
+The weights are phantoms, which have shapes and storages but no memory, so a 70B config takes seconds.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hessquant.errors import PlanError, SourceError
+from hessquant.errors import CaptureError, PlanError, SourceError
 from hessquant.models.blocks import find_blocks
-from hessquant.models.library import LIBRARY_ERRORS, from_config, quiet, reason
+from hessquant.models.library import LIBRARY_ERRORS, from_config, quiet, reason, run_model
+from hessquant.models.naming import Naming, Placed, Stack
+from hessquant.models.phantom import PhantomArithmetic, phantom_parameters
+from hessquant.models.routing import has_choice
 from hessquant.models.source import ModelSource
+from hessquant.models.stand_ins import BlockCalls, stand_ins
 from hessquant.models.watch import Product, Watch
+from hessquant.records import Place
 
 Role = Literal["embedding", "head", "weight"]
 
@@ -42,25 +48,29 @@ class ProbedParameter:
 
 @dataclass(frozen=True)
 class ProbedProduct:
-    """The first product of a parameter in the forward pass.
+    """The products of one matrix in the forward pass.
 
     Attributes:
-        name: Parameter name.
+        name: The matrix's name in the checkpoint; that of its parameter where the checkpoint has none for it.
+        place: Where it is in the model.
         rows: Outputs.
         columns: Inputs.
-        transposed: Whether the parameter is stored [columns, rows].
-        whole: Whether every product is with the whole 2-D parameter, on the same side.
-        input_id: Number of the input tensor; equal for parameters multiplied with the very same tensor.
-        calls: Products of the parameter in one forward pass.
+        transposed: Whether the checkpoint stores it [columns, rows].
+        part_of: Tensor of the checkpoint that holds it with others; empty if it has one of its own.
+        whole: Whether every product is with the whole matrix, on the same side.
+        input_id: Number of the input tensor; equal for matrices multiplied with the very same tensor.
+        calls: Products of the matrix in one forward pass.
     """
 
     name: str
+    place: Place
     rows: int
     columns: int
     transposed: bool
     whole: bool
-    input_id: int
+    input_id: tuple[int, int]
     calls: int = 1
+    part_of: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,51 +80,80 @@ class Probe:
     Attributes:
         architecture: Name of the model class.
         blocks: Module names of the blocks, in order.
+        whole: Why they cannot be run one by one; empty if they can.
         returns_tuple: Per block, whether its output is a tuple.
         hidden_size: Width of the hidden state that passes through the blocks.
-        products: One per multiplied parameter, in the order of first use.
-        parameters: Every parameter by name, tied ones under each of their names.
+        products: One per multiplied matrix, in the order of first use.
+        parameters: Every parameter by its name in the model, tied ones under each of their names.
+        keys: Parameter that each checkpoint tensor ends in, where its name is another.
         buffers: Names of the persistent buffers.
+        routed: Modules with stacked experts that are told which experts to run.
     """
 
     architecture: str
     blocks: tuple[str, ...]
+    whole: str
     returns_tuple: tuple[bool, ...]
     hidden_size: int
     products: tuple[ProbedProduct, ...]
     parameters: Mapping[str, ProbedParameter]
+    keys: Mapping[str, str]
     buffers: frozenset[str]
+    routed: frozenset[str]
+
+    def parameter_of(self, name: str) -> ProbedParameter | None:
+        """The parameter that a checkpoint tensor ends in; None if the model has none."""
+        return self.parameters.get(self.keys.get(name, name))
 
 
-def probe(source: ModelSource, config: PreTrainedConfig, *, trust_remote_code: bool = False) -> Probe:
-    """Run the model that `config` describes on fake tensors and record its products.
+def probe(
+    source: ModelSource,
+    config: PreTrainedConfig,
+    names: Collection[str] = (),
+    *,
+    inputs: Mapping[str, Tensor] | None = None,
+    trust_remote_code: bool = False,
+) -> Probe:
+    """Run the model that `config` describes on phantom weights and record its products.
 
     Args:
         source: Named in errors; no weights are read.
         config: The model's configuration; not changed.
+        names: Names of the checkpoint's tensors.
+        inputs: What to run it on; None = a few made-up tokens.
         trust_remote_code: Allow code that comes with the model to run.
 
     Raises:
-        SourceError: If no causal language model can be built of the config.
-        PlanError: If the model's blocks cannot be found, or its forward pass depends on values
-            (mixture-of-experts routing does) and so cannot be followed.
+        SourceError: If no model can be built of the config.
+        PlanError: If the model's blocks cannot be found, or its forward pass fails.
     """
-    mode = FakeTensorMode()
-    with quiet(), torch.no_grad(), mode:
-        model = _build(source, config, trust_remote_code)
-        blocks = find_blocks(model)
-        recorder = _Recorder(model, blocks)
-        with recorder.watch:
-            _run(model, source.name)
-    products = recorder.products(source.name)
+    with quiet(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with phantom_parameters():
+            model = _build(source, config, trust_remote_code)
+        lists = find_blocks(model)
+        recorder = _Recorder(model)
+        inputs = _made_up(config) if inputs is None else inputs
+        with PhantomArithmetic(), recorder.watch:
+            _run(model, inputs, source.name)
+        others = [block for blocks in lists[1:] for block in blocks]
+        used = [block for block in others if recorder.reaches(block)]
+        fault = f"{used[0]} is outside their list" if used else ""
+        blocks = lists[0] if not used else tuple(block for blocks in lists for block in blocks)
+        if not fault:
+            with PhantomArithmetic():
+                fault = _replay_fault(model, blocks, recorder, inputs)
+    naming = Naming(model)
     return Probe(
         architecture=type(model).__name__,
         blocks=blocks,
-        returns_tuple=tuple(recorder.returns_tuple[index] for index in range(len(blocks))),
-        hidden_size=recorder.hidden_size,
-        products=products,
+        whole=fault,
+        returns_tuple=tuple(recorder.returns_tuple.get(block, False) for block in blocks),
+        hidden_size=recorder.hidden_size(blocks),
+        products=recorder.products(naming, names),
         parameters=_parameters(model, blocks),
+        keys={name: key for key, found in naming.keys(names).items() for name in found if name != key},
         buffers=frozenset(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)},
+        routed=frozenset(recorder.routed),
     )
 
 
@@ -122,71 +161,168 @@ def _build(source: ModelSource, config: PreTrainedConfig, trust_remote_code: boo
     try:
         return from_config(config, trust_remote_code=trust_remote_code)
     except LIBRARY_ERRORS as error:
-        raise SourceError(
-            f"{source.name}: no causal language model can be built of its config: {reason(error)}"
-        ) from error
+        raise SourceError(f"{source.name}: no model can be built of its config: {reason(error)}") from error
 
 
-def _run(model: PreTrainedModel, name: str) -> None:
-    ids = torch.zeros(1, _TOKENS, dtype=torch.long)
+def _made_up(config: PreTrainedConfig) -> dict[str, Tensor]:
+    ids = torch.ones(1, _TOKENS, dtype=torch.long)
+    return {"input_ids": ids, "decoder_input_ids": ids} if config.is_encoder_decoder else {"input_ids": ids}
+
+
+def _run(model: PreTrainedModel, inputs: Mapping[str, Tensor], name: str) -> None:
     try:
-        model(input_ids=ids, position_ids=torch.arange(_TOKENS).unsqueeze(0), use_cache=False)
-    except (DynamicOutputShapeException, DataDependentOutputException) as error:
-        raise PlanError(
-            f"{name}: {type(model).__name__} cannot be planned yet: its forward pass depends on the values in it "
-            f"({error}), as the routing of a mixture of experts does"
-        ) from error
+        run_model(model, inputs)
     except Exception as error:  # the model's code may raise anything
         raise PlanError(
-            f"{name}: {type(model).__name__} cannot be planned: a forward pass of {_TOKENS} tokens fails with "
+            f"{name}: {type(model).__name__} cannot be planned: a forward pass with {', '.join(inputs)} fails with "
             f"{type(error).__name__}: {error}"
         ) from error
 
 
-class _Recorder:
-    """Notes what a model's blocks return and, while `watch` is entered, its products."""
+class _Stop(Exception):
+    """The last block has been reached."""
 
-    def __init__(self, model: nn.Module, blocks: tuple[str, ...]) -> None:
-        self.returns_tuple: dict[int, bool] = {}
-        self.hidden_size = 0
-        self._blocks = blocks
+
+def _replay_fault(
+    model: PreTrainedModel, blocks: Sequence[str], recorder: "_Recorder", inputs: Mapping[str, Tensor]
+) -> str:
+    """Why the blocks cannot be run one after another on recorded arguments; empty if they can."""
+    fault = recorder.order_fault(blocks)
+    if fault:
+        return fault
+    calls = BlockCalls(blocks)
+
+    def note(index: int, hidden: Tensor, arguments: object) -> Tensor:
+        calls.note(index, hidden, arguments)  # type: ignore[arg-type]
+        if calls.complete:
+            raise _Stop
+        return hidden
+
+    returns_tuple = [recorder.returns_tuple.get(block, False) for block in blocks]
+    try:
+        with stand_ins(model, blocks, returns_tuple, note), suppress(_Stop):
+            run_model(model, inputs)
+        calls.check()
+    except CaptureError as error:
+        return str(error)
+    except Exception as error:  # the model's code, on outputs that its own blocks would not give
+        return f"the model does more with what a block returns ({type(error).__name__}: {error})"
+    return ""
+
+
+class _Recorder:
+    """Notes what a model's modules return and, while `watch` is entered, its products.
+
+    Attributes:
+        returns_tuple: Whether a module's output is a tuple, by module name.
+        routed: Modules that were called with a choice of experts.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.returns_tuple: dict[str, bool] = {}
+        self.routed: set[str] = set()
+        self._calls: Counter[str] = Counter()
+        self._widths: dict[str, int] = {}
+        self._blocks_of: dict[str, list[str]] = {}
         self._parameters = dict(model.named_parameters())
         self._seen: dict[str, list[Product]] = {}
+        self._running: list[str] = []
         self.watch = Watch(self._parameters, self._observe)
-        for index, name in enumerate(blocks):
-            model.get_submodule(name).register_forward_hook(
-                lambda _module, _inputs, output, index=index: self._leave_block(index, output)
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs, name=name: self._enter(name, args, kwargs), with_kwargs=True
             )
+            module.register_forward_hook(lambda _, _inputs, output, name=name: self._leave(name, output))
+
+    def reaches(self, module: str) -> bool:
+        """Whether a matrix of a module is multiplied."""
+        return any(name.startswith(f"{module}.") for name in self._seen)
+
+    def order_fault(self, blocks: Sequence[str]) -> str:
+        """Why these blocks do not come one after another, each with weights of its own; empty if they do."""
+        for block in blocks:
+            if self._calls[block] != 1:
+                return f"{block} is called {self._calls[block]} times in one forward pass"
+        known = set(blocks)
+        for name, modules in self._blocks_of.items():
+            if len(known.intersection(modules)) > 1:
+                return f"{name} is used by several blocks"
+        return ""
+
+    def hidden_size(self, blocks: Sequence[str]) -> int:
+        """Width of what the blocks return."""
+        return next((self._widths[block] for block in blocks if block in self._widths), 0)
+
+    def _enter(self, name: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        self._running.append(name)
+        self._calls[name] += 1
+        if has_choice(args, kwargs):
+            self.routed.add(name)
+
+    def _leave(self, name: str, output: object) -> None:
+        self._running.remove(name)
+        self.returns_tuple[name] = isinstance(output, tuple)
+        hidden = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(hidden, Tensor) and hidden.ndim:
+            self._widths.setdefault(name, hidden.shape[-1])
 
     def _observe(self, product: Product) -> None:
         # Keeps the input alive, so that a later tensor cannot get its identity.
         self._seen.setdefault(product.name, []).append(product)
+        self._blocks_of.setdefault(product.name, []).extend(self._running)
 
-    def _leave_block(self, index: int, output: object) -> None:
-        self.returns_tuple[index] = isinstance(output, tuple)
-        hidden = output[0] if isinstance(output, tuple) else output
-        if isinstance(hidden, Tensor):
-            self.hidden_size = hidden.shape[-1]
+    def products(self, naming: Naming, names: Collection[str]) -> tuple[ProbedProduct, ...]:
+        """Every multiplied matrix under its name in the checkpoint."""
+        stacks = {
+            name: Stack(len(self._parameters[name]), calls[0].rows, calls[0].transposed)
+            for name, calls in self._seen.items()
+            if self._parameters[name].ndim == 3 and self._is_whole(calls)
+        }
+        placed: dict[str, list[tuple[str, Placed]]] = {}
+        for name, entry in naming.places(stacks, names).items():
+            placed.setdefault(entry.place.parameter, []).append((name, entry))
+        named = {key: found[0] for key, found in naming.keys(names).items() if len(found) == 1}
+        identities: dict[tuple[int, ...], int] = {}
+        products: list[ProbedProduct] = []
+        for name, calls in self._seen.items():
+            # Of a stack, the first call is with one of its matrices; of a plain matrix, all calls are its own.
+            inputs = tuple(id(call.source) for call in (calls[:1] if name in placed else calls))
+            number = identities.setdefault(inputs, len(identities))
+            if name in placed:
+                products += _stacked(calls, placed[name], number)
+            else:
+                products.append(self._plain(name, named.get(name, name), calls, number))
+        return tuple(products)
 
-    def products(self, name: str) -> tuple[ProbedProduct, ...]:
-        idle = [block for index, block in enumerate(self._blocks) if index not in self.returns_tuple]
-        if idle or not self.hidden_size:
-            fault = f"never reaches {', '.join(idle)}" if idle else f"takes no hidden state out of {self._blocks[0]}"
-            raise PlanError(f"{name}: this model cannot be planned: its forward pass {fault}")
-        identities: dict[int, int] = {}
-        return tuple(
-            self._product(calls, identities.setdefault(id(calls[0].source), len(identities)))
-            for calls in self._seen.values()
-        )
-
-    def _product(self, calls: list[Product], input_id: int) -> ProbedProduct:
+    def _plain(self, parameter: str, name: str, calls: list[Product], number: int) -> ProbedProduct:
         first = calls[0]
-        columns = first.inputs.shape[-1]
-        shape = self._parameters[first.name].shape
-        rows = shape[-1] if first.transposed else shape[0]
-        stored = (columns, rows) if first.transposed else (rows, columns)
-        whole = shape == stored and all(call.whole and call.transposed == first.transposed for call in calls)
-        return ProbedProduct(first.name, rows, columns, first.transposed, whole, input_id, len(calls))
+        whole = self._is_whole(calls) and self._parameters[parameter].ndim == 2 and first.pieces == 1
+        place = Place(parameter, transposed=first.transposed)
+        return ProbedProduct(name, place, first.rows, first.columns, first.transposed, whole, (number, 0), len(calls))
+
+    def _is_whole(self, calls: list[Product]) -> bool:
+        """Whether every product is with matrices of one shape that make up the parameter, on the same side."""
+        shape = {(call.rows, call.columns, call.transposed, call.pieces) for call in calls}
+        return len(shape) == 1 and calls[0].pieces > 0
+
+
+def _stacked(calls: list[Product], placed: list[tuple[str, Placed]], number: int) -> list[ProbedProduct]:
+    pieces = [call.piece for call in calls]
+    most = max(pieces.count(piece) for piece in set(pieces))
+    return [
+        ProbedProduct(
+            name,
+            entry.place,
+            entry.rows,
+            calls[0].columns,
+            entry.transposed,
+            True,
+            (number, entry.place.piece),
+            most,
+            entry.part_of,
+        )
+        for name, entry in sorted(placed, key=lambda item: (item[1].place.piece, item[1].place.first_row))
+    ]
 
 
 def _parameters(model: PreTrainedModel, blocks: tuple[str, ...]) -> dict[str, ProbedParameter]:

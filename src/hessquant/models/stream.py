@@ -10,27 +10,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    convert_and_load_state_dict_in_model,
-    dot_natural_key,
-    rename_source_key,
-)
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
 from hessquant.errors import SourceError
-from hessquant.models.library import LIBRARY_ERRORS, from_config, quiet, reason
+from hessquant.models.library import LIBRARY_ERRORS, from_config, new_parameters, quiet, reason
 from hessquant.models.load import check_outcome
+from hessquant.models.naming import Naming
 from hessquant.models.source import ModelSource, load_config
 from hessquant.records import TensorInfo
 
 
 class StreamedModel:
-    """A causal language model in float32 and eval mode, with its weights on the meta device.
+    """A model in float32 and eval mode, with its weights on the meta device.
 
     Attributes:
         model: The model. Its buffers are real; a parameter is real inside `in_memory` for it.
@@ -56,18 +49,19 @@ class StreamedModel:
         self._name, self._read = source.name, read
         with quiet():
             try:
-                with _parameters_on_meta(), torch.random.fork_rng(devices=[]):
+                with new_parameters(_on_meta), torch.random.fork_rng(devices=[]):
                     self.model: PreTrainedModel = from_config(
                         load_config(source, trust_remote_code=trust_remote_code), trust_remote_code=trust_remote_code
                     )
-                self._mapping: list[Any] = get_model_conversion_mapping(self.model)
+                naming = Naming(self.model)
             except LIBRARY_ERRORS as error:
                 raise SourceError(f"{source.name}: the model cannot be built: {reason(error)}") from error
         self._meta = dict(self.model.named_parameters(remove_duplicate=False))
         self._aliases: dict[int, list[str]] = {}
         for key, parameter in self._meta.items():
             self._aliases.setdefault(id(parameter), []).append(key)
-        self._tensors_of = self._find_tensors(tensors)
+        self._mapping = naming.conversions
+        self._tensors_of = naming.keys(tensors)
         self._check(tensors)
 
     def block_keys(self, block: str) -> list[str]:
@@ -111,20 +105,6 @@ class StreamedModel:
         finally:
             for key in wanted & self._meta.keys():
                 self._set(key, self._meta[key])
-
-    def _find_tensors(self, tensors: Mapping[str, TensorInfo]) -> dict[str, list[str]]:
-        """Checkpoint tensors by the state-dict key that they end in (the first, where one tensor makes several)."""
-        renamings = [entry for entry in self._mapping if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in self._mapping if isinstance(entry, WeightConverter)]
-        state, prefix = self.model.state_dict(), self.model.base_model_prefix
-        found: dict[str, list[str]] = {}
-        # In the order in which transformers loads them: some renamings act only after they have seen a certain name.
-        for name in sorted(tensors, key=dot_natural_key):
-            key, _ = rename_source_key(name, renamings, converters, prefix, state)
-            if key not in state and name in state:
-                key, _ = rename_source_key(name, [], [], prefix, state)
-            found.setdefault(key, []).append(name)
-        return found
 
     def _check(self, tensors: Mapping[str, TensorInfo]) -> None:
         """Load everything once without its values, to know that names and shapes fit."""
@@ -187,17 +167,7 @@ class _Lazy:
         return self._read(self._name)[index]
 
 
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Parameters made inside have no memory; buffers do, since only their module knows what is in them."""
-
-    def move(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.is_meta:
-            return parameter
-        return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
-
-    hook = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        hook.remove()
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    if parameter.is_meta:
+        return parameter
+    return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)

@@ -35,21 +35,28 @@ _PRODUCTS: dict[Any, tuple[int, int]] = {
 
 @dataclass(frozen=True)
 class Product:
-    """One product of inputs with a watched parameter.
+    """One product of inputs with a matrix of a watched parameter: the parameter, or one of those stacked in it.
 
     Attributes:
         name: Name of the parameter.
-        inputs: The other factor, its last dimension being the weight's inputs: [..., columns].
+        inputs: The other factor, its last dimension being the matrix's inputs: [..., columns]; for all matrices of a
+            stack at once, [matrices, tokens, columns].
         source: The other factor as the model passed it; the same object for weights that share inputs.
-        transposed: Whether the parameter is stored [columns, rows] rather than [rows, columns].
-        whole: Whether the product is with the whole 2-D parameter, not a slice of it.
+        rows: Outputs.
+        columns: Inputs.
+        transposed: Whether the matrix is stored [columns, rows] rather than [rows, columns].
+        pieces: Matrices of this shape in the parameter; 0 where what was multiplied is not one of equal parts.
+        piece: Which of them; None = all of them at once, each with inputs of its own.
     """
 
     name: str
     inputs: Tensor
     source: Tensor
+    rows: int
+    columns: int
     transposed: bool
-    whole: bool
+    pieces: int
+    piece: int | None
 
 
 class Watch(TorchFunctionMode):
@@ -87,15 +94,37 @@ class Watch(TorchFunctionMode):
         linear = func is torch.nn.functional.linear
         for factor, other, on_the_right in ((right, left, True), (left, right, False)):
             known = self._parameters.get(storage_key(factor))
-            if known is None:
+            if known is None or factor.ndim not in (2, 3):
                 continue
-            name, parameter = known
-            swapped = _is_swapped(factor, parameter)
-            if on_the_right:
-                return Product(name, other, other, swapped if linear else not swapped, _is_whole(factor, parameter))
-            inputs = other.transpose(-1, -2) if other.ndim > 1 else other
-            return Product(name, inputs, other, swapped, _is_whole(factor, parameter))
+            inputs = other if on_the_right or other.ndim < 2 else other.transpose(-1, -2)
+            return _product_of(*known, factor, inputs, other, stands_upright=linear or not on_the_right)
         return None
+
+
+def _product_of(
+    name: str, parameter: Tensor, factor: Tensor, inputs: Tensor, source: Tensor, *, stands_upright: bool
+) -> Product:
+    """The product of inputs with `factor`, which is [..., rows, columns] if it stands upright."""
+    first, second = factor.shape[-2:]
+    rows, columns = (first, second) if stands_upright else (second, first)
+    swapped = _is_swapped(factor, parameter)
+    batched = factor.ndim == 3 and inputs.ndim == 3
+    size = rows * columns
+    pieces, ragged = divmod(parameter.numel(), size)
+    piece, misplaced = divmod(int(factor.storage_offset() - parameter.storage_offset()), size)
+    dense = sorted(factor.stride()[-2:]) == [1, (first if swapped else second)]
+    if ragged or misplaced or not dense or (batched and len(factor) != pieces) or (factor.ndim == 3) != batched:
+        pieces = 0
+    return Product(
+        name,
+        inputs,
+        source,
+        rows,
+        columns,
+        swapped if stands_upright else not swapped,
+        pieces,
+        None if batched else piece,
+    )
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -126,7 +155,3 @@ def _argument(func: Callable[..., Any], position: int, args: Sequence[Any], kwar
 def _is_swapped(factor: Tensor, parameter: Tensor) -> bool:
     """Whether the last two dimensions of `factor` are the parameter's in reverse; strides tell even when square."""
     return factor.ndim >= 2 and factor.stride()[-2:] == parameter.stride()[-2:][::-1] != parameter.stride()[-2:]
-
-
-def _is_whole(factor: Tensor, parameter: Tensor) -> bool:
-    return factor.ndim == 2 and factor.numel() == parameter.numel()

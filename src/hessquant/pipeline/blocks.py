@@ -1,21 +1,23 @@
 """The blocks, one after another: in memory, quantized, kept, dropped."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import Tensor
+
 from hessquant.calibration.activations import ActivationStore
-from hessquant.calibration.batches import batches_of
-from hessquant.calibration.collect import Stop
+from hessquant.calibration.batches import Batch
+from hessquant.calibration.collect import Collector, SolveStop, Stop, stops_of
 from hessquant.calibration.forward_once import run_block_once
 from hessquant.calibration.head import run_head
 from hessquant.calibration.passes import replay_block, run_block_in_passes
-from hessquant.calibration.prelude import BatchState, record_arguments
+from hessquant.calibration.prelude import BatchRun, BatchState, WholePass, record_arguments
 from hessquant.config import Config
-from hessquant.models.probe import Probe, probe
-from hessquant.models.source import ModelSource, load_config
+from hessquant.core.hessian import HessianStatistics
 from hessquant.models.stream import StreamedModel
-from hessquant.planning.size import TOKENS_PER_BATCH, activation_budget, choose_capture
-from hessquant.records import LayerRecord, Plan, Progress, Target, TokenWindow
+from hessquant.planning.size import activation_budget, choose_capture
+from hessquant.records import LayerRecord, Plan, Progress, Target
 from hessquant.run.solve import TargetSolver, put_back
 from hessquant.run.store import FinishedBlock, RunStore
 
@@ -41,9 +43,8 @@ class Outcome:
 
 def quantize_blocks(
     streamed: StreamedModel,
-    source: ModelSource,
     plan: Plan,
-    windows: tuple[TokenWindow, ...],
+    batches: Sequence[Batch],
     config: Config,
     store: RunStore,
     progress: Progress,
@@ -52,9 +53,8 @@ def quantize_blocks(
 
     Args:
         streamed: The model.
-        source: Where it comes from.
         plan: What to quantize.
-        windows: Calibration tokens.
+        batches: Calibration inputs.
         config: Settings of the run.
         store: Holds the blocks that are finished already, if any.
         progress: Told of every stage and every weight.
@@ -63,108 +63,141 @@ def quantize_blocks(
         FailedError: If a block cannot be run, solved or kept.
     """
     budget = activation_budget(config)
-    activations = ActivationStore(budget, store.directory)
-    model_config = load_config(source, trust_remote_code=config.trust_remote_code)
-    seen = probe(source, model_config, trust_remote_code=config.trust_remote_code)
-    tokens = sum(len(window.ids) for window in windows)
+    tokens = sum(batch.tokens for batch in batches)
     inside = [target for target in plan.targets if target.block < len(plan.blocks)]
-    capture = choose_capture(seen.hidden_size, inside, tokens, config, budget)
+    job = _Job(streamed, plan, batches, config, choose_capture(plan.hidden_size, inside, tokens, config, budget), store)
     # A head that is quantized comes after the blocks, and is kept as if it were one.
     kept = [store.read(index) for index in range(len(plan.blocks) + (len(inside) < len(plan.targets)))]
+    if plan.whole:
+        return _quantize_whole(job, kept, progress)
+    activations = ActivationStore(budget, store.directory)
     # Finished blocks are replayed for the sake of those after them, and for nothing else.
     last_unfinished = max((index for index, block in enumerate(kept) if block is None), default=-1)
-    batches: list[BatchState] = []
-    if last_unfinished >= 0:
-        batches = _record(streamed, plan, seen, windows, activations, progress)
+    states = _record(job, activations, progress) if last_unfinished >= 0 else []
     progress.stage("quantize", len(plan.targets))
     records: list[LayerRecord] = []
     forwards = 0.0
     for index, finished in enumerate(kept):
         if finished is None and index == len(plan.blocks):
-            block = _quantize_head(streamed, plan, seen, windows, batches, config, store, progress)
+            block = _quantize_head(job, states, progress)
         elif finished is None:
-            block = _quantize_block(streamed, index, plan, batches, config, capture, store, progress)
+            block = _quantize_block(job, index, states, progress)
         else:
             block = finished
             _announce(block.records, progress)
             if index < last_unfinished:
-                forwards += _replay(streamed, index, plan, batches, store)
+                forwards += _replay(job, index, states)
         records.extend(block.records)
         forwards += block.forwards
     resumed = len(kept) - kept.count(None)
-    return Outcome(tuple(records), capture, forwards / len(plan.blocks), resumed, activations.mapped_bytes)
+    return Outcome(tuple(records), job.capture, forwards / len(plan.blocks), resumed, activations.mapped_bytes)
 
 
-def _record(
-    streamed: StreamedModel,
-    plan: Plan,
-    seen: Probe,
-    windows: tuple[TokenWindow, ...],
-    activations: ActivationStore,
-    progress: Progress,
-) -> list[BatchState]:
+@dataclass(frozen=True)
+class _Job:
+    """What every block's part of the run needs."""
+
+    streamed: StreamedModel
+    plan: Plan
+    batches: Sequence[Batch]
+    config: Config
+    capture: Literal["once", "passes"]
+    store: RunStore
+
+    def targets(self, index: int) -> list[Target]:
+        """Targets of one block."""
+        return [target for target in self.plan.targets if target.block == index]
+
+    def collector(self, targets: Sequence[Target]) -> Collector:
+        """Collects the inputs of some targets."""
+        return Collector(stops_of(targets), every_expert=self.config.experts == "all")
+
+    def run(
+        self,
+        name: str,
+        index: int,
+        states: Sequence[BatchRun],
+        targets: Sequence[Target],
+        parameters: Mapping[str, Tensor],
+        solver: TargetSolver,
+    ) -> int:
+        """Take all batches through a block, quantizing its weights on the way; forward passes per window."""
+        block = self.streamed.model.get_submodule(name)
+        collector = self.collector(targets)
+        run_block = run_block_once if self.capture == "once" else run_block_in_passes
+        with collector.noting_calls(block, name):
+            return run_block(block, index, states, collector, parameters, _solve_with(solver, parameters))
+
+
+def _solve_with(solver: TargetSolver, parameters: Mapping[str, Tensor]) -> SolveStop:
+    def solve(stop: Stop, statistics: Mapping[str, HessianStatistics]) -> None:
+        if stop.module:
+            solver.solve_experts(parameters, [group.members for group in stop.groups], statistics)
+            return
+        (group,) = stop.groups
+        solver.solve(parameters, group.members, statistics[group.leader])
+
+    return solve
+
+
+def _record(job: _Job, activations: ActivationStore, progress: Progress) -> list[BatchState]:
+    streamed, plan = job.streamed, job.plan
     progress.stage("record", 1)
     with streamed.in_memory(streamed.prelude_keys(plan.blocks)):
-        batches = record_arguments(
-            streamed.model, plan.blocks, seen.returns_tuple, batches_of(windows, TOKENS_PER_BATCH), activations.keep
-        )
-    progress.advance(f"{len(windows)} windows")
-    return batches
+        states = record_arguments(streamed.model, plan.blocks, plan.returns_tuple, job.batches, activations.keep)
+    progress.advance(f"{sum(len(batch.windows) for batch in job.batches)} windows")
+    return states
 
 
-def _quantize_block(
-    streamed: StreamedModel,
-    index: int,
-    plan: Plan,
-    batches: list[BatchState],
-    config: Config,
-    capture: Literal["once", "passes"],
-    store: RunStore,
-    progress: Progress,
-) -> FinishedBlock:
-    targets = [target for target in plan.targets if target.block == index]
-    solver = _solver(targets, config, progress)
-    run_block = run_block_once if capture == "once" else run_block_in_passes
-    name = plan.blocks[index]
-    with streamed.in_memory(streamed.block_keys(name)) as parameters:
-        forwards = run_block(
-            streamed.model.get_submodule(name),
-            index,
-            batches,
-            _stops(targets),
-            parameters,
-            lambda members, statistics: solver.solve(parameters, members, statistics),
-        )
+def _quantize_block(job: _Job, index: int, states: Sequence[BatchState], progress: Progress) -> FinishedBlock:
+    targets, name = job.targets(index), job.plan.blocks[index]
+    solver = _solver(targets, job.config, progress)
+    with job.streamed.in_memory(job.streamed.block_keys(name)) as parameters:
+        forwards = job.run(name, index, states, targets, parameters, solver)
     block = FinishedBlock(tuple(solver.records), forwards)
-    store.write(index, solver.quantized, block)
+    job.store.write(index, solver.quantized, block)
     return block
 
 
-def _quantize_head(
-    streamed: StreamedModel,
-    plan: Plan,
-    seen: Probe,
-    windows: tuple[TokenWindow, ...],
-    batches: list[BatchState],
-    config: Config,
-    store: RunStore,
-    progress: Progress,
-) -> FinishedBlock:
-    targets = [target for target in plan.targets if target.block == len(plan.blocks)]
-    solver = _solver(targets, config, progress)
+def _quantize_head(job: _Job, states: Sequence[BatchState], progress: Progress) -> FinishedBlock:
+    plan, streamed = job.plan, job.streamed
+    targets = job.targets(len(plan.blocks))
+    solver = _solver(targets, job.config, progress)
     with streamed.in_memory(streamed.outside_keys(plan.blocks)) as parameters:
         run_head(
             streamed.model,
             plan.blocks,
-            seen.returns_tuple,
-            batches_of(windows, TOKENS_PER_BATCH),
-            batches,
-            {target.name: parameters[target.name] for target in targets},
-            lambda members, statistics: solver.solve(parameters, members, statistics),
+            plan.returns_tuple,
+            job.batches,
+            states,
+            job.collector(targets),
+            parameters,
+            _solve_with(solver, parameters),
         )
     block = FinishedBlock(tuple(solver.records), 0.0)
-    store.write(len(plan.blocks), solver.quantized, block)
+    job.store.write(len(plan.blocks), solver.quantized, block)
     return block
+
+
+def _quantize_whole(job: _Job, kept: Sequence[FinishedBlock | None], progress: Progress) -> Outcome:
+    """The whole model as if it were one block; what it gives is kept block by block all the same."""
+    plan = job.plan
+    progress.stage("quantize", len(plan.targets))
+    finished = [block for block in kept if block is not None]
+    if len(finished) == len(kept):
+        for block in finished:
+            _announce(block.records, progress)
+        records = [record for block in finished for record in block.records]
+        return Outcome(tuple(records), job.capture, finished[0].forwards, len(kept), 0)
+    solver = _solver(list(plan.targets), job.config, progress)
+    with job.streamed.in_memory(list(job.streamed.model.state_dict())) as parameters:
+        passes = [WholePass(batch) for batch in job.batches]
+        forwards = job.run("", 0, passes, plan.targets, parameters, solver)
+    for index in range(len(kept)):
+        members = [target.name for target in job.targets(index)]
+        block = FinishedBlock(tuple(record for record in solver.records if record.name in set(members)), forwards)
+        job.store.write(index, {name: solver.quantized[name] for name in members}, block)
+    return Outcome(tuple(solver.records), job.capture, forwards, 0, 0)
 
 
 def _solver(targets: list[Target], config: Config, progress: Progress) -> TargetSolver:
@@ -174,14 +207,14 @@ def _solver(targets: list[Target], config: Config, progress: Progress) -> Target
     return TargetSolver({target.name: target for target in targets}, config, on_layer)
 
 
-def _replay(streamed: StreamedModel, index: int, plan: Plan, batches: list[BatchState], store: RunStore) -> int:
+def _replay(job: _Job, index: int, states: Sequence[BatchState]) -> int:
     """Take the batches through a block as it was quantized; forward passes per window."""
-    targets = [target for target in plan.targets if target.block == index]
-    weights, name = store.weights(targets), plan.blocks[index]
-    with streamed.in_memory(streamed.block_keys(name)) as parameters:
+    targets, name = job.targets(index), job.plan.blocks[index]
+    weights = job.store.weights(targets)
+    with job.streamed.in_memory(job.streamed.block_keys(name)) as parameters:
         for target in targets:
-            put_back(weights[target.name], target, parameters[target.name])
-        replay_block(streamed.model.get_submodule(name), index, batches)
+            put_back(weights[target.name], target, parameters)
+        replay_block(job.streamed.model.get_submodule(name), index, states)
     return 1
 
 
@@ -189,10 +222,3 @@ def _announce(records: tuple[LayerRecord, ...], progress: Progress) -> None:
     for record in records:
         progress.advance(record.name)
         progress.layer(record)
-
-
-def _stops(targets: list[Target]) -> tuple[Stop, ...]:
-    members: dict[str, list[str]] = {}
-    for target in targets:
-        members.setdefault(target.shares_input_with, []).append(target.name)
-    return tuple(Stop(tuple(names)) for names in members.values())

@@ -1,15 +1,19 @@
 """Measuring a model: text -> windows -> model -> numbers."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hessquant.calibration.windows import evaluation_windows
 from hessquant.checkpoint.decode import decoded_state, quantization_of
 from hessquant.checkpoint.reader import CheckpointReader
+from hessquant.checkpoint.unpacked import UnpackedCheckpoint
 from hessquant.evaluate.evaluation import evaluate_model
 from hessquant.models.load import build
-from hessquant.models.probe import probe
+from hessquant.models.probe import Probe, probe
 from hessquant.models.source import ModelSource, load_config, load_tokenizer, resolve
 from hessquant.pipeline.windows import refuse_unfit_windows
 from hessquant.records import Evaluation, Progress
@@ -65,10 +69,23 @@ def load_model(source: ModelSource, trust_remote_code: bool) -> PreTrainedModel:
         CheckpointError: If a quantized weight is malformed.
     """
     with CheckpointReader(source.directory) as reader:
-        transposed: set[str] = set()
-        if quantization_of(reader.config) is not None:
+        if quantization_of(reader.config) is None:
+            state = decoded_state(reader)
+        else:
+            names = UnpackedCheckpoint(reader).tensors
             model_config = load_config(source, trust_remote_code=trust_remote_code)
-            seen = probe(source, model_config, trust_remote_code=trust_remote_code)
+            seen = probe(source, model_config, names, trust_remote_code=trust_remote_code)
             transposed = {product.name for product in seen.products if product.transposed}
-        state = decoded_state(reader, transposed=transposed)
+            state = _restacked(decoded_state(reader, transposed=transposed), seen)
     return build(source, state, trust_remote_code=trust_remote_code)
+
+
+def _restacked(state: Mapping[str, Tensor], seen: Probe) -> dict[str, Tensor]:
+    """The state with matrices that were taken apart from one tensor of the source put together again."""
+    stacks: dict[str, list[str]] = {}
+    for product in seen.products:
+        if product.part_of and product.name in state:
+            stacks.setdefault(product.part_of, []).append(product.name)
+    apart = {name for members in stacks.values() for name in members}
+    put_together = {name: torch.stack([state[member] for member in members]) for name, members in stacks.items()}
+    return {name: tensor for name, tensor in state.items() if name not in apart} | put_together

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from hessquant import __version__
+from hessquant.calibration.batches import batches_of
 from hessquant.checkpoint.audit import audit
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.writer import RUN_MARK, refuse_output, refuse_sidecars
@@ -25,12 +26,13 @@ from hessquant.pipeline.progress import SILENT
 from hessquant.pipeline.publishing import REPORTS, digest, is_complete, refuse_form, report_in, write_verified
 from hessquant.pipeline.windows import windows_for
 from hessquant.planning import plan as planning
+from hessquant.planning.size import TOKENS_PER_BATCH
 from hessquant.records import CalibrationRecord, Plan, Progress, RunReport
 from hessquant.run.heap import map_large_blocks
 from hessquant.run.solve import degradations
 from hessquant.run.store import RunStore
 
-_FREE_OF_RESULT = ("activation_memory", "capture", "serve", "trust_remote_code")
+_FREE_OF_RESULT = ("activation_memory", "capture", "max_unquantized", "serve", "trust_remote_code")
 """Settings that do not change the result, so that a run may go on with others."""
 
 _OF_THE_OUTPUT = ("format", "shard_bytes")
@@ -95,7 +97,7 @@ def quantize(
             # While a shard is replaced by its like, both are there.
             needed = _bytes_to_write(plan) - held_bytes(out) - held_bytes(store.directory)
             refuse_output(out, run, needed + min(held_bytes(out), config.shard_bytes))
-            outcome = quantize_blocks(streamed, source, plan, windows, config, store, progress)
+            outcome = quantize_blocks(streamed, plan, batches_of(windows, TOKENS_PER_BATCH), config, store, progress)
             quantized = store.weights(plan.targets)
             written = write_verified(
                 out,

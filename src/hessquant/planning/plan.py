@@ -16,7 +16,8 @@ from hessquant.planning.serving import refuse_unserved
 from hessquant.planning.settings import assign_settings, refuse_format
 from hessquant.planning.shapes import tensor_parallel
 from hessquant.planning.size import activation_budget, bits_per_weight, memory_bytes
-from hessquant.planning.targets import head_product, reason_left, select_targets
+from hessquant.planning.targets import head_product, known_names, left_alone, select_targets
+from hessquant.planning.unquantized import is_end, refuse_unquantized
 from hessquant.records import Plan, Target, TensorInfo, Untouched
 
 _FLOATING = ("F64", "F32", "BF16", "F16")
@@ -44,14 +45,14 @@ def make_plan(source: ModelSource, tensors: Mapping[str, TensorInfo], config: Co
     """
     model_config = load_config(source, trust_remote_code=config.trust_remote_code)
     _refuse_quantized(source, model_config)
-    seen = probe(source, model_config, trust_remote_code=config.trust_remote_code)
+    seen = probe(source, model_config, tensors, trust_remote_code=config.trust_remote_code)
     _check_stored(source, tensors, seen)
     chosen, reasons = select_targets(seen, tensors, config)
     _check_tensors(source, tensors, chosen, seen)
-    names = list(dict.fromkeys([*tensors, *seen.parameters]))
-    group_size, settings = assign_settings(chosen, seen.blocks, names, config)
+    group_size, settings = assign_settings(chosen, seen.blocks, known_names(seen, tensors), config)
     targets = _targets(chosen, seen, settings)
     memory = memory_bytes(seen, targets, config, activation_budget(config))
+    refuse_unquantized(tensors, reasons, seen, config)
     return _plan(source, model_config, seen, tensors, targets, reasons, group_size, memory, config)
 
 
@@ -73,7 +74,7 @@ def plan_export(
     """
     model_config = load_config(source, trust_remote_code=config.trust_remote_code)
     vars(model_config).pop("quantization_config", None)
-    seen = probe(source, model_config, trust_remote_code=config.trust_remote_code)
+    seen = probe(source, model_config, tensors, trust_remote_code=config.trust_remote_code)
     _check_stored(source, {name: info for name, info in tensors.items() if name not in packed}, seen)
     head = head_product(seen)
     products = [*seen.products, *([] if head is None else [head])]
@@ -88,7 +89,7 @@ def plan_export(
     settings = {name: weight.settings for name, weight in packed.items()}
     refuse_format(chosen, settings, seen.blocks, config)
     targets = _targets(chosen, seen, settings)
-    reasons = {name: reason_left(info, seen) for name, info in tensors.items() if name not in packed}
+    reasons = left_alone(chosen, {}, {name: info for name, info in tensors.items() if name not in packed}, seen)
     common = Counter(target.group_size for target in targets).most_common(1)[0][0]
     memory = max(8 * target.rows * target.columns for target in targets)
     return _plan(source, model_config, seen, tensors, targets, reasons, common, memory, config)
@@ -113,16 +114,23 @@ def _plan(
     refuse_unserved(config.serve, servers, config.format, targets, seen.blocks)
     source_bytes = sum(info.bytes for info in tensors.values())
     untouched_bytes = sum(tensor.bytes for tensor in untouched)
+    ends = sum(tensor.bytes for tensor in untouched if is_end(tensor.name, seen))
     return Plan(
         source=source.name,
         architecture=_architecture(model_config, seen),
         blocks=seen.blocks,
+        whole=seen.whole,
+        returns_tuple=seen.returns_tuple,
+        hidden_size=seen.hidden_size,
         targets=targets,
         untouched=untouched,
-        unties_head=any(seen.parameters[target.name].same_as != target.name for target in targets),
+        unties_head=any(
+            target.name in seen.parameters and seen.parameters[target.name].same_as != target.name for target in targets
+        ),
         group_size=group_size,
         bits_per_weight=bits_per_weight(targets),
         unquantized_share=untouched_bytes / source_bytes,
+        unquantized_matrices=(untouched_bytes - ends) / (source_bytes - ends),
         source_bytes=source_bytes,
         output_bytes=untouched_bytes
         + sum(OUTPUTS[config.format].packed_bytes(t.rows, t.columns, settings_of(t)) for t in targets),
@@ -143,13 +151,14 @@ def _architecture(model_config: PreTrainedConfig, seen: Probe) -> str:
 def _targets(
     chosen: Sequence[ProbedProduct], seen: Probe, settings: Mapping[str, ModuleSettings]
 ) -> tuple[Target, ...]:
-    first: dict[int, str] = {}
+    first: dict[tuple[int, int], str] = {}
     targets = []
     for product in chosen:
-        block = seen.parameters[product.name].block
+        block = seen.parameters[product.place.parameter].block
         targets.append(
             Target(
                 name=product.name,
+                place=product.place,
                 # Outside the blocks, only the head is ever chosen, and it runs after them.
                 block=len(seen.blocks) if block is None else block,
                 rows=product.rows,
@@ -159,6 +168,8 @@ def _targets(
                 symmetric=settings[product.name].symmetric,
                 transposed=product.transposed,
                 shares_input_with=first.setdefault(product.input_id, product.name),
+                calls=product.calls,
+                part_of=product.part_of,
             )
         )
     return tuple(targets)
@@ -176,7 +187,7 @@ def _refuse_quantized(source: ModelSource, model_config: PreTrainedConfig) -> No
 def _check_stored(source: ModelSource, tensors: Mapping[str, TensorInfo], seen: Probe) -> None:
     """Every parameter, target or not: one that is stored as integers has no meaning without its scales."""
     for name, info in tensors.items():
-        parameter = seen.parameters.get(name)
+        parameter = seen.parameter_of(name)
         if parameter is None:
             continue
         if info.dtype not in _FLOATING:
@@ -184,7 +195,8 @@ def _check_stored(source: ModelSource, tensors: Mapping[str, TensorInfo], seen: 
                 f"{source.name}: {name} holds {info.dtype} values in {info.file}, so it is quantized already; "
                 f"{_WAY_OUT}"
             )
-        if parameter.shape != info.shape:
+        # Under another name it may have another layout, too.
+        if name in seen.parameters and parameter.shape != info.shape:
             raise SourceError(
                 f"{source.name}: {name} is {list(info.shape)} in {info.file}, but {list(parameter.shape)} according to "
                 "config.json; the two do not belong together"
@@ -195,8 +207,8 @@ def _check_tensors(
     source: ModelSource, tensors: Mapping[str, TensorInfo], chosen: Sequence[ProbedProduct], seen: Probe
 ) -> None:
     for product in chosen:
-        # A tied head may have no tensor of its own.
-        if not {product.name, seen.parameters[product.name].same_as} & tensors.keys():
+        # A tied head may have no tensor of its own, nor one matrix of a stack.
+        if not {product.name, product.part_of, seen.parameters[product.place.parameter].same_as} & tensors.keys():
             raise PlanError(
                 f"{source.name}: the checkpoint has no {product.name}, which the model class needs (it has "
                 f"{min(tensors, default='nothing')}, for example). If only the names differ, load it with "

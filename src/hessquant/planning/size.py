@@ -59,6 +59,7 @@ def memory_bytes(probe: Probe, targets: Sequence[Target], config: Config, budget
       - its weights in float32, and a byte per quantized weight,
       - a float32 Hessian per distinct input, and four float64 matrices as large as the largest of them for its
         factorisation;
+    and where the blocks cannot be run one by one, all weights in the place of one block's;
     and the activations of every calibration token: those that are suspended where each block runs once, else hidden
     states up to the budget, and the activations of one batch.
     """
@@ -75,6 +76,9 @@ def memory_bytes(probe: Probe, targets: Sequence[Target], config: Config, budget
         if parameter.block is None and parameter.role != "head":
             outside += prod(parameter.shape)
         weights[head if parameter.block is None else parameter.block] += prod(parameter.shape)
+    if probe.whole:
+        held = _FLOAT32 * sum(weights.values()) + sum(target.rows * target.columns for target in targets)
+        return held + max((_statistics(targets, index) for index in range(head + 1)), default=0) + activations
     stages = (
         _FLOAT32 * weights[index]
         + sum(target.rows * target.columns for target in targets if target.block == index)

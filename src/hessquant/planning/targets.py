@@ -26,14 +26,12 @@ def select_targets(
 
     Raises:
         PatternError: If a pattern matches nothing.
-        PlanError: If a pattern asks for what cannot be quantized, or parts a set that servers fuse, or nothing is left,
-            or the model has stacked experts.
+        PlanError: If a pattern asks for what cannot be quantized, or parts a set that servers fuse, or nothing is left.
     """
-    _refuse_stacked_experts(probe)
-    names = list(dict.fromkeys([*tensors, *probe.parameters]))
+    names = known_names(probe, tensors)
     included = match_all("include", config.include, names)
     excluded = match_all("exclude", config.exclude, names)
-    candidates = {product.name: product for product in probe.products if _fault(product.name, probe) is None}
+    candidates = {product.name: product for product in probe.products if _product_fault(product, probe) is None}
     head = head_product(probe)
     if head is not None and any(head.name in matched for matched in included.values()):
         candidates[head.name] = head
@@ -52,13 +50,33 @@ def select_targets(
     for pattern, matched in excluded.items():
         reasons.update({name: f"excluded by pattern {pattern!r}" for name in matched if name in candidates})
     _refuse_parted_sets(sets, reasons)
+    _refuse_parted_stacks(candidates.values(), reasons)
 
     chosen = tuple(product for name, product in candidates.items() if name not in reasons)
+    if config.experts == "all":
+        _refuse_self_routed(chosen, probe)
     if not chosen:
         raise PlanError("nothing is left to quantize: every weight is excluded or has too few rows")
-    taken = {product.name for product in chosen}
-    left = {name: reasons.get(name) or reason_left(info, probe) for name, info in tensors.items() if name not in taken}
-    return chosen, left
+    return chosen, left_alone(chosen, reasons, tensors, probe)
+
+
+def known_names(probe: Probe, tensors: Iterable[str]) -> list[str]:
+    """Every name that a pattern may mean."""
+    return list(dict.fromkeys([*tensors, *probe.parameters, *(product.name for product in probe.products)]))
+
+
+def left_alone(
+    chosen: Iterable[ProbedProduct], reasons: Mapping[str, str], tensors: Mapping[str, TensorInfo], probe: Probe
+) -> dict[str, str]:
+    """Why each tensor that is not taken stays as it is."""
+    # A stack that the checkpoint holds as one tensor is taken as a whole or not at all.
+    taken = {product.name for product in chosen} | {product.part_of for product in chosen}
+    of_stacks = {product.part_of: reasons[product.name] for product in probe.products if product.name in reasons}
+    return {
+        name: reasons.get(name) or of_stacks.get(name) or reason_left(info, probe)
+        for name, info in tensors.items()
+        if name not in taken
+    }
 
 
 def head_product(probe: Probe) -> ProbedProduct | None:
@@ -68,50 +86,56 @@ def head_product(probe: Probe) -> ProbedProduct | None:
         if parameter.role != "head" and not tied:
             continue
         for product in probe.products:
-            if product.name == parameter.same_as and product.whole and product.calls == 1 and name.endswith(".weight"):
-                return replace(product, name=name)
+            own = product.place.parameter == parameter.same_as
+            if own and product.whole and product.calls == 1 and name.endswith(".weight"):
+                return replace(product, name=name) if tied else product
     return None
 
 
-def _fault(name: str, probe: Probe) -> str | None:
-    """Why a parameter cannot be a target; None if it can."""
+def _product_fault(product: ProbedProduct, probe: Probe) -> str | None:
+    """Why a matrix cannot be a target; None if it can."""
+    parameter = probe.parameters[product.place.parameter]
+    if parameter.role != "weight" or len(parameter.shape) < 2 or parameter.block is None:
+        return _parameter_fault(product.place.parameter, probe) or "left in 16 bit"
+    if not product.whole:
+        return "not multiplied as a whole matrix"
+    return None if product.name.endswith(".weight") else "not named `<module>.weight`"
+
+
+def _parameter_fault(name: str, probe: Probe) -> str | None:
+    """Why a parameter cannot be a target, but for how it is multiplied; None if it can."""
     parameter = probe.parameters[name]
-    product = next((product for product in probe.products if product.name == parameter.same_as), None)
     if parameter.role == "embedding":
         return "embedding" if parameter.same_as == name else f"head, tied to {parameter.same_as}"
     if parameter.role == "head":
         return "head (left in 16 bit)"
     if len(parameter.shape) < 2:
         return "bias" if name.endswith("bias") else "norm or vector"
-    if product is None:
+    if not any(product.place.parameter == parameter.same_as for product in probe.products):
         return "not multiplied by the forward pass"
     if parameter.block is None:
         return "outside the blocks"
-    if not product.whole:
-        return "not multiplied as a whole matrix"
-    if product.calls > 1:
-        return f"multiplied {product.calls} times in one forward pass, which is not supported yet"
-    if parameter.same_as != name:
-        return f"tied to {parameter.same_as}"
-    return None if name.endswith(".weight") else "not named `<module>.weight`"
+    return None if parameter.same_as == name else f"tied to {parameter.same_as}"
 
 
 def reason_left(info: TensorInfo, probe: Probe) -> str:
     """Why a tensor stays as it is, where no pattern says so."""
     if info.name in probe.buffers:
         return "buffer"
-    if info.name not in probe.parameters:
+    key = probe.keys.get(info.name, info.name)
+    if key not in probe.parameters:
         return "unknown to the model class; copied as it is"
-    return _fault(info.name, probe) or "left in 16 bit"
-
-
-def _refuse_stacked_experts(probe: Probe) -> None:
-    stacked = [product.name for product in probe.products if len(probe.parameters[product.name].shape) > 2]
-    if stacked:
-        raise PlanError(
-            f"{probe.architecture} cannot be planned yet: it multiplies stacked expert weights, such as {stacked[0]}, "
-            "and only plain matrices can be quantized so far"
+    fault = _parameter_fault(key, probe)
+    if fault is None:
+        fault = next(
+            (
+                _product_fault(product, probe)
+                for product in probe.products
+                if product.place.parameter == key and product.name in (info.name, key)
+            ),
+            None,
         )
+    return fault or "in another layout than the model's, which cannot be followed"
 
 
 def _check_included(
@@ -121,7 +145,7 @@ def _check_included(
         embeddings = sorted(
             name
             for name in matched - candidates.keys()
-            if name in probe.parameters and probe.parameters[name].role == "embedding"
+            if (parameter := probe.parameter_of(name)) is not None and parameter.role == "embedding"
         )
         if embeddings:
             raise PlanError(
@@ -130,7 +154,7 @@ def _check_included(
             )
         if not matched & candidates.keys():
             name = min(matched)
-            why = _fault(name, probe) if name in probe.parameters else "unknown to the model class"
+            why = reason_left(TensorInfo(name, (), "", 0, ""), probe)
             raise PlanError(f"include pattern {pattern!r} matches nothing that can be quantized: {name} is {why}")
 
 
@@ -141,6 +165,28 @@ def fused_sets(weights: Iterable[_Weight]) -> list[list[_Weight]]:
         shared = weight.shares_input_with if isinstance(weight, Target) else weight.input_id
         sets.setdefault((shared, weight.name.rsplit(".", 2)[0]), []).append(weight)
     return list(sets.values())
+
+
+def _refuse_parted_stacks(candidates: Iterable[ProbedProduct], reasons: Mapping[str, str]) -> None:
+    stacks: dict[str, list[str]] = {}
+    for product in candidates:
+        if product.part_of:
+            stacks.setdefault(product.part_of, []).append(product.name)
+    for tensor, members in stacks.items():
+        out = [name for name in members if name in reasons]
+        if out and len(out) < len(members):
+            raise PlanError(
+                f"{out[0]} would stay in 16 bit ({reasons[out[0]]}), but not all of {tensor}, which is one tensor: "
+                "exclude all of its matrices or none"
+            )
+
+
+def _refuse_self_routed(chosen: Iterable[ProbedProduct], probe: Probe) -> None:
+    modules = {product.place.module for product in chosen if product.place.stacked}
+    closed = sorted(modules - probe.routed)
+    if closed or not modules:
+        why = f"{closed[0]} chooses its experts itself" if closed else "no weight of it is an expert's"
+        raise PlanError(f"{probe.architecture}: --experts all is not possible, {why}; use --experts routed")
 
 
 def _refuse_parted_sets(sets: Iterable[list[ProbedProduct]], reasons: Mapping[str, str]) -> None:

@@ -103,10 +103,15 @@ def _plan_facts(plan: Plan) -> Table:
     return _facts(
         ("Model", f"{plan.source} ({plan.architecture})"),
         ("Blocks", blocks),
+        *([("Run as one", f"the whole model is in memory, since {plan.whole}")] if plan.whole else []),
         ("Targets", f"{len(plan.targets):,} weights, {grids}, group {groups}"),
         ("Bits per weight", f"{round(plan.bits_per_weight, 4):g}"),
         ("Size", size),
-        ("Left in 16 bit", f"{format_percent(plan.unquantized_share)} of the weight bytes"),
+        (
+            "Left in 16 bit",
+            f"{format_percent(plan.unquantized_share)} of the weight bytes; "
+            f"{format_percent(plan.unquantized_matrices)} without embeddings and head",
+        ),
         ("Memory", f"about {format_bytes(plan.memory_bytes)}"),
         ("Tensor parallel", f"up to {plan.tensor_parallel}"),
     )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hessquant.config import Config
 from hessquant.core import gptq
+from hessquant.core.experts import pooled, shrink
 from hessquant.core.factor import Factor, factorize
 from hessquant.core.gptq import Solution
 from hessquant.core.grid import GridSpec, QuantizedWeight
@@ -15,6 +16,9 @@ from hessquant.core.hessian import HessianStatistics, hessian
 from hessquant.errors import FactorizationError, GridError, NonFiniteError
 from hessquant.kernels.dispatch import kernels_for
 from hessquant.records import LayerRecord, Target
+
+_LARGEST_POOLED_SHARE = 0.5
+"""Weight of the common Hessian above which an expert counts as degraded: most of what it is fitted to is others'."""
 
 _FALLBACK_SHARE = 0.1
 """Rows that may fall back to round-to-nearest before a weight counts as degraded: a few always do, by chance."""
@@ -37,7 +41,7 @@ class TargetSolver:
         """Quantize the weights that saw these inputs, and put the quantized values into the model.
 
         Args:
-            parameters: The model's parameters by name; the members' are overwritten.
+            parameters: The model's parameters by name; those that hold the members are overwritten.
             members: Targets with the same inputs; one Hessian and one factor serve all.
             statistics: Of those inputs.
 
@@ -46,13 +50,46 @@ class TargetSolver:
             FactorizationError: If the Hessian cannot be factored.
             GridError: If a weight does not fit its grid.
         """
+        self._solve(parameters, members, hessian(statistics), statistics.token_count, 0.0)
+
+    def solve_experts(
+        self,
+        parameters: Mapping[str, Tensor],
+        groups: Sequence[tuple[str, ...]],
+        statistics: Mapping[str, HessianStatistics],
+    ) -> None:
+        """Quantize the weights of all experts of a module, each by its own inputs and, as far as those are few, by all.
+
+        Args:
+            parameters: As `solve` takes them.
+            groups: Members with the same inputs; the first names the statistics.
+            statistics: By that name; an expert that no token was routed to has none.
+
+        Raises:
+            NonFiniteError: As `solve`.
+            FactorizationError: As `solve`.
+            GridError: As `solve`.
+        """
+        alike: dict[str, list[tuple[str, ...]]] = {}
+        for members in groups:
+            alike.setdefault(self._targets[members[0]].place.parameter, []).append(members)
+        for of_one_stack in alike.values():
+            seen = [statistics[members[0]] for members in of_one_stack if members[0] in statistics]
+            pool = pooled(seen, self._targets[of_one_stack[0][0]].columns)
+            for members in of_one_stack:
+                own = statistics.get(members[0])
+                mean, share = shrink(own, pool)
+                self._solve(parameters, members, mean, 0 if own is None else own.token_count, share)
+
+    def _solve(
+        self, parameters: Mapping[str, Tensor], members: tuple[str, ...], mean: Tensor, tokens: int, share: float
+    ) -> None:
         name = members[0]
         try:
-            mean = hessian(statistics)
             for width, alike in self._by_width(members, len(mean)).items():
                 factor = factorize(mean, damping=self._config.damping, order=self._config.order, group_width=width)
                 for name in alike:
-                    self._solve_one(name, parameters[name], mean, factor, members[0], statistics)
+                    self._solve_one(name, parameters, mean, factor, members[0], tokens, share)
         except (FactorizationError, GridError, NonFiniteError) as error:
             raise type(error)(f"{name}: {error}") from error
 
@@ -67,37 +104,49 @@ class TargetSolver:
     def _solve_one(
         self,
         name: str,
-        parameter: Tensor,
+        parameters: Mapping[str, Tensor],
         mean: Tensor,
         factor: Factor,
         leader: str,
-        statistics: HessianStatistics,
+        tokens: int,
+        share: float,
     ) -> None:
         started = time.perf_counter()
         target = self._targets[name]
-        weight = parameter.detach().T if target.transposed else parameter.detach()
+        weight = matrix_at(parameters, target).detach()
         kernels = kernels_for(weight.device, weight.numel())
         solution = gptq.solve(weight, mean, factor, _spec(target), self._config, kernels)
-        put_back(solution.weight, target, parameter)
+        put_back(solution.weight, target, parameters)
         self.quantized[name] = solution.weight
         seconds = time.perf_counter() - started
-        record = _record(target, leader, statistics, factor, solution, self._config.damping, seconds)
+        record = _record(target, leader, tokens, share, factor, solution, self._config.damping, seconds)
         self.records.append(record)
         self._on_layer(record)
 
 
-def put_back(weight: QuantizedWeight, target: Target, parameter: Tensor) -> None:
-    """Overwrite a target's parameter with the values that its quantized weight stands for."""
-    values = weight.dequantize()
+def matrix_at(parameters: Mapping[str, Tensor], target: Target) -> Tensor:
+    """A target in the model: a view [rows, columns] of its parameter."""
+    place = target.place
+    matrix = parameters[place.parameter]
+    if place.stacked:
+        matrix = matrix[place.piece]
+    upright = matrix.T if place.transposed else matrix
+    return upright[place.first_row : place.first_row + target.rows * place.row_step : place.row_step]
+
+
+def put_back(weight: QuantizedWeight, target: Target, parameters: Mapping[str, Tensor]) -> None:
+    """Overwrite a target in the model with the values that its quantized weight stands for."""
     with torch.no_grad():
-        parameter.copy_(values.T if target.transposed else values)
+        matrix_at(parameters, target).copy_(weight.dequantize())
 
 
 def degradations(records: Sequence[LayerRecord]) -> tuple[str, ...]:
     """What is less than was asked for, one sentence each."""
     sentences = []
     for record in records:
-        if record.method == "rtn":
+        if record.method == "rtn" and not record.tokens:
+            sentences.append(f"{record.name}: no calibration token was routed to it; it was rounded to nearest")
+        elif record.method == "rtn":
             sentences.append(f"{record.name}: round-to-nearest was better than GPTQ in every row and was kept")
         elif record.fallback_rows > _FALLBACK_SHARE * record.rows:
             sentences.append(
@@ -109,7 +158,12 @@ def degradations(records: Sequence[LayerRecord]) -> tuple[str, ...]:
                 f"{record.name}: damping was raised from {record.damping:g} to {record.damping_used:g}, because its "
                 "Hessian could not be factored; more varied calibration text helps"
             )
-        if record.tokens < record.columns:
+        if record.pooled_share > _LARGEST_POOLED_SHARE:
+            sentences.append(
+                f"{record.name}: only {record.tokens} calibration tokens were routed to it; the inputs of all experts "
+                f"make {record.pooled_share:.0%} of its Hessian, take more windows"
+            )
+        elif record.tokens < record.columns and not record.pooled_share:
             sentences.append(
                 f"{record.name}: only {record.tokens} calibration tokens for {record.columns} inputs; "
                 "below that GPTQ fits noise, take more windows"
@@ -124,7 +178,8 @@ def _spec(target: Target) -> GridSpec:
 def _record(
     target: Target,
     leader: str,
-    statistics: HessianStatistics,
+    tokens: int,
+    share: float,
     factor: Factor,
     solution: Solution,
     damping: float,
@@ -136,9 +191,10 @@ def _record(
         columns=target.columns,
         bits=target.bits,
         group_size=target.group_size,
-        tokens=statistics.token_count,
+        tokens=tokens,
         shares_hessian_with=leader,
-        method="rtn" if solution.fallback_rows == target.rows else "gptq",
+        pooled_share=share,
+        method="rtn" if solution.fallback_rows == target.rows or not tokens else "gptq",
         loss=solution.loss,
         rtn_loss=solution.rtn_loss,
         output_energy=solution.output_energy,

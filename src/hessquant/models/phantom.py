@@ -1,0 +1,94 @@
+"""A model whose weights take no memory, run on real activations.
+
+Its parameters are fake tensors: shapes and storages without values. Whatever mixes one of them with a real tensor gives
+real numbers again, drawn at random, since no value is known. So routing and every other branch on activations runs as
+it would, which a forward pass on fake tensors alone cannot do.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from hessquant.models.library import new_parameters
+
+
+@contextmanager
+def phantom_parameters() -> Iterator[None]:
+    """Parameters of modules that are made inside have no values; buffers do."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def phantom(parameter: nn.Parameter) -> nn.Parameter:
+        if isinstance(parameter, FakeTensor):  # tied: it must stay the same one
+            return parameter
+        with mode:
+            return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=False)
+
+    with new_parameters(phantom):
+        yield
+
+
+class PhantomArithmetic(TorchFunctionMode):
+    """While entered, functions of phantom and real tensors give real ones. Use it with `no_grad`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(0)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run a function; its results are real if any of its tensors is."""
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        phantoms = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
+        if not phantoms:
+            return func(*args, **kwargs)
+        if func in _SCALARS:
+            return _SCALARS[func]
+        result = func(*args, **kwargs)
+        if len(phantoms) == len(tensors):
+            return result
+        if _works_in_place(func) and not isinstance(args[0], FakeTensor):
+            return args[0]
+        storages = {_storage(tensor) for tensor in phantoms}
+        return tree_map(lambda leaf: self._real(leaf, storages), result)
+
+    def _real(self, leaf: Any, storages: set[int]) -> Any:
+        # A view of a phantom, such as one expert's slice, stays what it is.
+        if not isinstance(leaf, FakeTensor) or _storage(leaf) in storages:
+            return leaf
+        values = torch.randn(tuple(leaf.shape), generator=self._generator)
+        return values.to(leaf.dtype if leaf.dtype.is_floating_point or leaf.dtype.is_complex else torch.int8).to(
+            leaf.dtype
+        )
+
+
+# A phantom number has to be some number.
+_SCALARS: dict[Any, Any] = {
+    torch.Tensor.item: 1.0,
+    torch.Tensor.__float__: 1.0,
+    torch.Tensor.__int__: 1,
+    torch.Tensor.__bool__: True,
+}
+
+_AUGMENTED = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "and", "or", "pow")}
+
+
+def _works_in_place(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return name in _AUGMENTED or (name.endswith("_") and not name.endswith("__"))
+
+
+def _storage(tensor: Tensor) -> int:
+    key: int = tensor.untyped_storage()._cdata
+    return key
