@@ -42,4 +42,6 @@ def refuse_unfit_windows(windows: tuple[TokenWindow, ...], source: ModelSource, 
     """
     described = load_config(source, trust_remote_code=trust_remote_code).get_text_config()
     context = getattr(described, "max_position_embeddings", None)
+    if context is not None and context < 1:  # how some say that there is no limit
+        context = None
     refuse_unfit(windows, context=context, vocabulary=described.vocab_size)
