@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from transformers import PreTrainedConfig
 
 from hessquant.config import Config
-from hessquant.errors import PlanError, SourceError
+from hessquant.errors import SourceError
 from hessquant.formats.dialect import ModuleSettings, PackedWeight, settings_of
 from hessquant.formats.outputs import OUTPUTS
 from hessquant.models.probe import Probe, ProbedProduct, probe
@@ -153,11 +153,11 @@ def _targets(
     first: dict[tuple[int, int], str] = {}
     targets = []
     for product in chosen:
-        block = seen.parameters[product.place.parameter].block
+        block = seen.parameters[product.parameter].block
         targets.append(
             Target(
                 name=product.name,
-                place=product.place,
+                locations=product.locations,
                 # Outside the blocks, only the head is ever chosen, and it runs after them.
                 block=len(seen.blocks) if block is None else block,
                 rows=product.rows,
