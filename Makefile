@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PYTHON ?= python3
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check bench acceptance clean
+.PHONY: demo test check bench coverage acceptance clean
 
 # A bare `torch` from PyPI brings gigabytes of CUDA; this one is the CPU build where an index offers it.
 $(STAMP): pyproject.toml
@@ -35,6 +35,10 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/solver.py
 	$(BIN)/python benchmarks/quality.py
 	$(BIN)/python benchmarks/peers.py
+
+# Every model family of transformers, about ten minutes; docs/architectures.md is written anew.
+coverage: $(STAMP)
+	$(BIN)/python tests/architectures/cover.py
 
 # Half an hour, and the first time as long again for the clients' environments. What was run before is not run again:
 # `make acceptance AGAIN=--again` after a change. The tables of docs/servers.md are written anew.

@@ -359,3 +359,17 @@ def test_a_quantized_head_is_an_open_question_where_nobody_tried_it():
     verdict = judge(untried, (*targets(), head), BLOCKS)
     assert (verdict.opens, verdict.reason, verdict.basis) == ("unknown", "never tried with a quantized head", "not run")
     assert judge(untried, targets(), BLOCKS).opens == "yes"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, "never tried with mixtures of experts"),
+        ({"part_of": "mlp.experts.down_proj"}, "never tried with experts that the source keeps in one tensor"),
+    ],
+)
+def test_what_clients_do_with_experts_is_not_known(changes, reason):
+    stacked = (Location("mlp.experts.down_proj", 576, stacked=True),)
+    weights = targets({"mlp.down_proj": {"locations": stacked, **changes}})
+    verdict = found("gptq", weights)["vllm-cpu"]
+    assert (verdict.opens, verdict.reason) == ("unknown", reason)

@@ -132,3 +132,4 @@ def test_a_looped_layer_is_one_target_multiplied_several_times(saved):
     assert {target.calls for target in plan.targets} == {3}
     assert plan.whole == "encoder.albert_layer_groups.0 is called 3 times in one forward pass"
     assert len(plan.targets) == 6
+    assert not any(server.opens == "yes" for server in plan.servers)

@@ -124,8 +124,15 @@ class Collector:
         self._modules: dict[str, nn.Module] = {}
 
     def stop_at(self, product: Product) -> Stop | None:
-        """The stop that a product belongs to, solved or not."""
-        return self._stop_of.get(product.name)
+        """The stop that a product belongs to, solved or not.
+
+        Raises:
+            CaptureError: If it is not with a whole matrix, which the plan did not see.
+        """
+        stop = self._stop_of.get(product.name)
+        if stop is not None and not product.pieces:
+            raise CaptureError(f"{product.name} was planned to be multiplied whole, but is not in this batch")
+        return stop
 
     @contextmanager
     def noting_calls(self, block: nn.Module, name: str) -> Iterator[None]:

@@ -99,6 +99,7 @@ class Probe:
         converted: Checkpoint tensors that have another layout than the model's parameters.
         buffers: Names of the persistent buffers.
         routed: Modules with stacked experts that are told which experts to run.
+        decodes: Whether it is a language model of one stack, which generates text.
     """
 
     architecture: str
@@ -112,6 +113,7 @@ class Probe:
     converted: frozenset[str]
     buffers: frozenset[str]
     routed: frozenset[str]
+    decodes: bool
 
     def parameter_of(self, name: str) -> ProbedParameter | None:
         """The parameter that a checkpoint tensor ends in; None if the model has none."""
@@ -166,6 +168,7 @@ def probe(
         converted=frozenset(filter(naming.is_converted, names)),
         buffers=frozenset(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)},
         routed=frozenset(recorder.routed),
+        decodes=model.can_generate() and not model.config.is_encoder_decoder,
     )
 
 

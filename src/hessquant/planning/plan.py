@@ -11,7 +11,7 @@ from hessquant.formats.dialect import ModuleSettings, PackedWeight, settings_of
 from hessquant.formats.outputs import OUTPUTS
 from hessquant.models.probe import Probe, ProbedProduct, probe
 from hessquant.models.source import ModelSource, load_config
-from hessquant.planning.servers import verdicts
+from hessquant.planning.servers import untried, verdicts
 from hessquant.planning.serving import refuse_unserved
 from hessquant.planning.settings import assign_settings, refuse_format
 from hessquant.planning.shapes import tensor_parallel
@@ -110,6 +110,8 @@ def _plan(
         for name, reason in reasons.items()
     )
     servers = verdicts(config.format, targets, seen.blocks)
+    if not seen.decodes:
+        servers = tuple(map(untried, servers))
     refuse_unserved(config.serve, servers, config.format, targets, seen.blocks)
     source_bytes = sum(info.bytes for info in tensors.values())
     untouched_bytes = sum(tensor.bytes for tensor in untouched)

@@ -1,6 +1,7 @@
 """Which clients open a planned checkpoint: the plan's weights judged one by one by the table in `server_rules`."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Literal, NamedTuple, get_args
 
 from hessquant.planning.rule import Basis, Rule, Setting
@@ -30,6 +31,14 @@ def verdicts(output_format: str, targets: Sequence[Target], blocks: Sequence[str
         blocks: Module names of the blocks, for naming a weight in all of them at once.
     """
     return tuple(judge(rule, targets, blocks) for rule in RULES if rule.format == output_format)
+
+
+def untried(verdict: ServerVerdict) -> ServerVerdict:
+    """The verdict on a model that is no decoder-only language model, which no client was ever tried with."""
+    if verdict.opens != "yes":
+        return verdict
+    reason = "never tried with anything but decoder-only language models"
+    return replace(verdict, opens="unknown", reason=reason, basis="not run", tensor_parallel=None)
 
 
 def judge(rule: Rule, targets: Sequence[Target], blocks: Sequence[str]) -> ServerVerdict:
@@ -66,6 +75,10 @@ def _findings(rule: Rule, targets: Sequence[Target], blocks: Sequence[str]) -> I
     yield from _mixtures(rule, targets)
     if any(target.transposed for target in targets):
         yield _Finding("unknown", "never tried with Conv1D weights", "not run")
+    if any(target.part_of for target in targets):
+        yield _Finding("unknown", "never tried with experts that the source keeps in one tensor", "not run")
+    elif any(target.module for target in targets):
+        yield _Finding("unknown", "never tried with mixtures of experts", "not run")
     if any(target.block == len(blocks) for target in targets):
         if rule.head is None:
             yield _Finding("unknown", "never tried with a quantized head", "not run")
