@@ -83,7 +83,7 @@ def masked(ids, mask):
         (["some text"], "not str"),
         ([1, 2], "not int"),
         ([[1, [2]]], "mixes token ids and rows"),
-        ([{"ids": [1]}], "has the keys 'ids', needs 'input_ids'"),
+        ([{"attention_mask": [1]}], "has the keys 'attention_mask', needs 'input_ids'"),
         ([], "holds no sample"),
     ],
 )
