@@ -96,6 +96,8 @@ def refuse_unfit_windows(windows: Sequence[CalibrationInput], described: PreTrai
     """
     text = described.get_text_config()
     context, vocabulary = (getattr(text, name, None) for name in ("max_position_embeddings", "vocab_size"))
+    if context is not None and context < 1:  # how some say that there is no limit
+        context = None
     refuse_unfit(windows, context=context, vocabulary=vocabulary)
 
 
