@@ -10,7 +10,7 @@ from tests.vision import draw, make_processor
 
 import hessquant
 from hessquant import cli
-from hessquant.errors import CalibrationError, PlanError
+from hessquant.errors import CalibrationError, CaptureError, PlanError
 from hessquant.models.source import resolve
 from hessquant.pipeline.evaluating import load_model
 
@@ -182,3 +182,12 @@ def test_a_target_needs_something_to_begin_with(make_model, tmp_path):
     (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "pad_token_id": None}))
     with pytest.raises(CalibrationError, match="its config has none of decoder_start_token_id, pad_token_id"):
         hessquant.quantize(model, tmp_path / "out", CONFIG, calibration=[text_ids()])
+
+
+def test_a_sample_that_the_model_fails_on_is_named(make_model, tmp_path):
+    model, config, other = make_model("LlavaForConditionalGeneration")
+    fine = other.image_inputs(config)
+    bad = {**fine, "input_ids": text_ids()}  # no places for the image
+    with pytest.raises(CaptureError, match=r"^calibration sample 1: the model fails on input_ids, pixel_values: Value"):
+        hessquant.quantize(model, tmp_path / "out", TEXT, calibration=[fine, bad])
+    assert not (tmp_path / "out").exists()

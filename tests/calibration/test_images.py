@@ -51,7 +51,8 @@ def test_images_take_the_places_that_text_and_messages_keep_for_them(sample):
         ("<image>", ["a.png", "b.png"], "the processor LlavaProcessor fails on this row"),
         ([user(IMAGE, IMAGE)], ["a.png"], "names 1 images, but its messages have 2 parts"),
         ([user(TEXT)], ["a.png"], 'names 1 images, but its messages have 0 parts .*{"type": "image"}'),
-        ([user(IMAGE, {"type": "video", "url": "x"})], ["a.png"], "a part of its messages is .*only text and images"),
+        ([user(IMAGE, {"type": "video", "url": "x"})], ["a.png"], "a part of its messages is .*'text' or 'image'"),
+        ([user(IMAGE, "w20")], ["a.png"], "a part of its messages is 'w20'"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_refused_with_its_line(content, names, reason, sample, tmp_path):

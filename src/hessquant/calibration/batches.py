@@ -20,10 +20,12 @@ class Batch:
     Attributes:
         inputs: Arguments of the model's forward pass by name, such as input_ids, int64 [windows, length].
         windows: Index of each window among all.
+        place: Where they stand, for messages; empty for text.
     """
 
     inputs: Mapping[str, Tensor]
     windows: tuple[int, ...]
+    place: str = ""
 
     @property
     def tokens(self) -> int:
@@ -47,7 +49,7 @@ def batches_of(
     samples = []
     for index, window in enumerate(windows):
         if isinstance(window, ModelInputs):
-            samples.append(Batch(window.tensors, (index,)))
+            samples.append(Batch(window.tensors, (index,), window.place))
         else:
             by_length.setdefault((len(window.ids), len(window.target)), []).append((index, window))
     batches = []

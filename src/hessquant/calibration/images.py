@@ -11,8 +11,6 @@ from hessquant.calibration.sources import Message, Sample
 from hessquant.errors import CalibrationError, SourceError
 from hessquant.models.library import quiet
 
-_WITHOUT = "or calibrate on rows without 'images'"
-
 
 def image_inputs(sample: Sample, load_processor: Callable[[], Any] | None) -> ModelInputs:
     """What the model's processor makes of a text or a conversation with images. Nothing is cut.
@@ -35,7 +33,8 @@ def image_inputs(sample: Sample, load_processor: Callable[[], Any] | None) -> Mo
         processor = load_processor()
     except SourceError as error:
         raise CalibrationError(
-            f"{place}: has images, but {error}; put the processor's files there, {_WITHOUT}"
+            f"{place}: has images, but {error}; put the processor's files there, install what it needs "
+            "(pip install 'hessquant[vision]'), or calibrate on rows without 'images'"
         ) from error
     content = sample.content
     messages = None if isinstance(content, str) else _with_images(content, images, place)
@@ -68,9 +67,11 @@ def _image(sample: Sample, index: int) -> Any:
 def _with_images(messages: Sequence[Message], images: Sequence[Any], place: str) -> list[Message]:
     """The conversation with an image in each of its image parts, in order; what a part says itself is not fetched."""
     parts = [part for message in messages for part in _parts(message)]
-    strange = next((part for part in parts if part.get("type") not in ("text", "image")), None)
-    if strange is not None:
-        raise CalibrationError(f"{place}: a part of its messages is {strange!r:.80}; only text and images can be given")
+    for part in parts:
+        if not isinstance(part, Mapping) or part.get("type") not in ("text", "image"):
+            raise CalibrationError(
+                f"{place}: a part of its messages is {part!r:.80}; a part is of the type 'text' or 'image'"
+            )
     asked = sum(part["type"] == "image" for part in parts)
     if asked != len(images):
         raise CalibrationError(
@@ -81,9 +82,9 @@ def _with_images(messages: Sequence[Message], images: Sequence[Any], place: str)
     return [_filled(message, left) for message in messages]
 
 
-def _parts(message: Message) -> list[Mapping[str, Any]]:
+def _parts(message: Message) -> list[Any]:
     content = message.get("content")
-    return [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+    return content if isinstance(content, list) else []
 
 
 def _filled(message: Message, images: Iterator[Any]) -> Message:

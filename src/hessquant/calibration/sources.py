@@ -125,7 +125,7 @@ def may_have_images(source: str) -> bool:
 def _sample(row: Mapping[str, Any], place: str, folder: Path) -> Sample:
     if {"source", "target"} <= row.keys() and not {"text", "messages"} & row.keys():
         return Sample(place, _text(row, "source", place), _text(row, "target", place))
-    content = _content(row, place)
+    content = _content(row, place, alternative=", or 'source' and 'target'")
     if isinstance(content, str) and not content.strip():
         raise CalibrationError(f"{place}: the text is empty; remove the line or fill it")
     images = row.get("images") or []
@@ -151,9 +151,11 @@ def _json_object(line: bytes, place: str) -> dict[str, Any]:
     return row
 
 
-def _content(row: Mapping[str, Any], place: str, column: str | None = None) -> str | list[Message]:
+def _content(
+    row: Mapping[str, Any], place: str, column: str | None = None, alternative: str = ""
+) -> str | list[Message]:
     """The text or the conversation in a row: `column` if it is given, else "messages", else "text"."""
-    needed = "'text' or 'messages', or 'source' and 'target'" if column is None else repr(column)
+    needed = f"'text' or 'messages'{alternative}" if column is None else repr(column)
     if column is None:
         column = "messages" if "messages" in row else "text"
     if column not in row:

@@ -1,7 +1,7 @@
 """Calibration inputs for a model: from a text or from a caller, and refused where they do not fit it."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 from torch import Tensor
@@ -82,7 +82,7 @@ class Calibration:
                 seed=config.seed,
                 allow_fewer=config.allow_fewer,
                 encoder_decoder=encoder_decoder,
-                load_processor=partial(load_processor, self._source, trust_remote_code=trusted),
+                load_processor=cache(partial(load_processor, self._source, trust_remote_code=trusted)),
             )
         refuse_unfit_windows(windows, self._described)
         return windows, record
