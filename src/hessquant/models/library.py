@@ -3,10 +3,11 @@
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -103,13 +104,15 @@ def run_model(model: nn.Module, inputs: Mapping[str, Tensor]) -> Any:
 
 
 @contextmanager
-def new_parameters(change: Callable[[nn.Parameter], nn.Parameter]) -> Iterator[None]:
-    """Inside, every parameter that a module gets is what `change` makes of it."""
+def parameters_on_meta() -> Iterator[None]:
+    """Parameters made inside have no memory; buffers do, since only their module knows what is in them."""
 
-    def register(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        return None if parameter is None else change(parameter)
+    def move(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:
+            return parameter
+        return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
 
-    hook = register_module_parameter_registration_hook(register)  # type: ignore[arg-type]
+    hook = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]
     try:
         yield
     finally:

@@ -6,7 +6,7 @@ nothing, since the numbers stand for rows of one column.
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,17 +27,19 @@ from hessquant.records import Place
 
 @dataclass(frozen=True)
 class Stack:
-    """A parameter that is multiplied matrix by matrix.
+    """A parameter that is multiplied matrix by matrix, or is one matrix.
 
     Attributes:
         pieces: Matrices in it.
         rows: Outputs of each.
         transposed: Whether each is stored [columns, rows].
+        stacked: Whether it has a dimension for its matrices.
     """
 
     pieces: int
     rows: int
     transposed: bool
+    stacked: bool
 
 
 @dataclass(frozen=True)
@@ -70,16 +72,20 @@ class Naming:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self.conversions: list[Any] = get_model_conversion_mapping(model)
+        self._renamings = [entry for entry in self.conversions if isinstance(entry, WeightRenaming)]
+        self._converters = [entry for entry in self.conversions if isinstance(entry, WeightConverter)]
+        aliases: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            aliases.setdefault(id(parameter), []).append(name)
+        self._aliases = {name: names for names in aliases.values() for name in names}
 
     def keys(self, names: Iterable[str]) -> dict[str, list[str]]:
         """Checkpoint tensors by the state-dict key that they end in (the first, where one tensor makes several)."""
-        renamings = [entry for entry in self.conversions if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in self.conversions if isinstance(entry, WeightConverter)]
         state, prefix = self._model.state_dict(), self._model.base_model_prefix
         found: dict[str, list[str]] = {}
         # In the order in which transformers loads them: some renamings act only after they have seen a certain name.
         for name in sorted(names, key=dot_natural_key):
-            key, _ = rename_source_key(name, renamings, converters, prefix, state)
+            key, _ = rename_source_key(name, self._renamings, self._converters, prefix, state)
             if key not in state and name in state:
                 key, _ = rename_source_key(name, [], [], prefix, state)
             found.setdefault(key, []).append(name)
@@ -92,27 +98,39 @@ class Naming:
         not in whole, evenly spaced rows of one matrix has no place.
         """
         keys = self.keys(names)
-        converted = {name: stack for name, stack in stacks.items() if keys.get(name) != [name]}
         found: dict[str, Placed] = {}
-        for name in stacks.keys() - converted.keys():
-            found |= _taken_apart(name, name, stacks[name], stacks[name].transposed)
+        converted = {}
+        for name, stack in stacks.items():
+            own = next((keys[alias] for alias in self._aliases[name] if alias in keys), [] if keys else [name])
+            if len(own) == 1 and not self.is_converted(own[0]):
+                found |= _as_stored(own[0], name, stack, stack.transposed)
+            else:
+                converted[name] = stack
         for name, rows in self._numbered(converted).items():
             place = _place(rows, converted)
-            if place is not None and rows.ndim == 2 and name in names:
+            if place is None:
+                continue
+            if rows.ndim == 2 and name in names:
                 found[name] = Placed(place, rows.numel(), rows.shape[0] == 1, part_of="")
-            elif place is not None and rows.ndim == 3:
+            elif rows.ndim == 3:
                 own = keys.get(place.parameter, [])
                 tensor = own[0] if len(own) == 1 else name
-                found |= _taken_apart(tensor, place.parameter, converted[place.parameter], rows.shape[1] == 1)
+                found |= _as_stored(tensor, place.parameter, converted[place.parameter], rows.shape[1] == 1)
         return found
+
+    def is_converted(self, tensor: str) -> bool:
+        """Whether loading does more with a tensor than rename it."""
+        _, pattern = rename_source_key(tensor, self._renamings, self._converters)
+        return pattern is not None
 
     def _numbered(self, stacks: Mapping[str, Stack]) -> dict[str, Tensor]:
         """Row numbers, over all stacks one after another, in the layout and under the names of the checkpoint."""
         state = {}
         start = 0
         for name, stack in stacks.items():
-            shape = (stack.pieces, 1, stack.rows) if stack.transposed else (stack.pieces, stack.rows, 1)
-            state[name] = torch.arange(start, start + stack.pieces * stack.rows).view(shape)
+            shape = (1, stack.rows) if stack.transposed else (stack.rows, 1)
+            numbers = torch.arange(start, start + stack.pieces * stack.rows)
+            state[name] = numbers.view(stack.pieces, *shape) if stack.stacked else numbers.view(shape)
             start += stack.pieces * stack.rows
         if not state:
             return {}
@@ -133,12 +151,13 @@ def stacked_name(parameter: str, piece: int) -> str:
     return f"{module}.{piece}.weight" if leaf == "weight" else f"{module}.{piece}.{leaf}.weight"
 
 
-def _taken_apart(tensor: str, parameter: str, stack: Stack, transposed: bool) -> dict[str, Placed]:
-    """The matrices of a stack that the checkpoint holds as one tensor."""
+def _as_stored(tensor: str, parameter: str, stack: Stack, transposed: bool) -> dict[str, Placed]:
+    """A matrix, or all matrices of a stack, that the checkpoint holds as one tensor."""
+    place = Place(parameter, transposed=stack.transposed, stacked=stack.stacked)
+    if not stack.stacked:
+        return {tensor: Placed(place, stack.rows, transposed, part_of="")}
     return {
-        stacked_name(tensor, piece): Placed(
-            Place(parameter, piece, transposed=stack.transposed, stacked=True), stack.rows, transposed, part_of=tensor
-        )
+        stacked_name(tensor, piece): Placed(replace(place, piece=piece), stack.rows, transposed, part_of=tensor)
         for piece in range(stack.pieces)
     }
 
@@ -156,6 +175,6 @@ def _place(rows: Tensor, stacks: Mapping[str, Stack]) -> Place | None:
         piece, first = divmod(flat[0] - start, stack.rows)
         if piece < stack.pieces:
             inside = rows.ndim == 3 or first + step * (len(flat) - 1) < stack.rows
-            return Place(name, piece, first, step, stack.transposed, stacked=True) if inside else None
+            return Place(name, piece, first, step, stack.transposed, stack.stacked) if inside else None
         start += stack.pieces * stack.rows
     return None

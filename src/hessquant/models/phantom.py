@@ -5,8 +5,7 @@ real numbers again, drawn at random, since no value is known. So routing and eve
 it would, which a forward pass on fake tensors alone cannot do.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,22 +14,18 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hessquant.models.library import new_parameters
 
-
-@contextmanager
-def phantom_parameters() -> Iterator[None]:
-    """Parameters of modules that are made inside have no values; buffers do."""
+def give_phantoms(model: nn.Module) -> None:
+    """Put a phantom in the place of every parameter of a model; what was one parameter stays one."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def phantom(parameter: nn.Parameter) -> nn.Parameter:
-        if isinstance(parameter, FakeTensor):  # tied: it must stay the same one
-            return parameter
-        with mode:
-            return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=False)
-
-    with new_parameters(phantom):
-        yield
+    phantoms: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) not in phantoms:
+                with mode:
+                    values = torch.empty(parameter.shape, dtype=parameter.dtype)
+                    phantoms[id(parameter)] = nn.Parameter(values, requires_grad=False)
+            setattr(module, name, phantoms[id(parameter)])
 
 
 class PhantomArithmetic(TorchFunctionMode):

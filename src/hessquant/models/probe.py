@@ -15,9 +15,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hessquant.errors import CaptureError, PlanError, SourceError
 from hessquant.models.blocks import find_blocks
-from hessquant.models.library import LIBRARY_ERRORS, from_config, quiet, reason, run_model
+from hessquant.models.library import LIBRARY_ERRORS, from_config, parameters_on_meta, quiet, reason, run_model
 from hessquant.models.naming import Naming, Placed, Stack
-from hessquant.models.phantom import PhantomArithmetic, phantom_parameters
+from hessquant.models.phantom import PhantomArithmetic, give_phantoms
 from hessquant.models.routing import has_choice
 from hessquant.models.source import ModelSource
 from hessquant.models.stand_ins import BlockCalls, stand_ins
@@ -86,6 +86,7 @@ class Probe:
         products: One per multiplied matrix, in the order of first use.
         parameters: Every parameter by its name in the model, tied ones under each of their names.
         keys: Parameter that each checkpoint tensor ends in, where its name is another.
+        converted: Checkpoint tensors that have another layout than the model's parameters.
         buffers: Names of the persistent buffers.
         routed: Modules with stacked experts that are told which experts to run.
     """
@@ -98,6 +99,7 @@ class Probe:
     products: tuple[ProbedProduct, ...]
     parameters: Mapping[str, ProbedParameter]
     keys: Mapping[str, str]
+    converted: frozenset[str]
     buffers: frozenset[str]
     routed: frozenset[str]
 
@@ -128,8 +130,7 @@ def probe(
         PlanError: If the model's blocks cannot be found, or its forward pass fails.
     """
     with quiet(), torch.no_grad(), torch.random.fork_rng(devices=[]):
-        with phantom_parameters():
-            model = _build(source, config, trust_remote_code)
+        model = _build(source, config, trust_remote_code)
         lists = find_blocks(model)
         recorder = _Recorder(model)
         inputs = _made_up(config) if inputs is None else inputs
@@ -152,6 +153,7 @@ def probe(
         products=recorder.products(naming, names),
         parameters=_parameters(model, blocks),
         keys={name: key for key, found in naming.keys(names).items() for name in found if name != key},
+        converted=frozenset(filter(naming.is_converted, names)),
         buffers=frozenset(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)},
         routed=frozenset(recorder.routed),
     )
@@ -159,7 +161,10 @@ def probe(
 
 def _build(source: ModelSource, config: PreTrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
     try:
-        return from_config(config, trust_remote_code=trust_remote_code)
+        with parameters_on_meta():
+            model = from_config(config, trust_remote_code=trust_remote_code)
+        give_phantoms(model)
+        return model
     except LIBRARY_ERRORS as error:
         raise SourceError(f"{source.name}: no model can be built of its config: {reason(error)}") from error
 
@@ -274,31 +279,32 @@ class _Recorder:
     def products(self, naming: Naming, names: Collection[str]) -> tuple[ProbedProduct, ...]:
         """Every multiplied matrix under its name in the checkpoint."""
         stacks = {
-            name: Stack(len(self._parameters[name]), calls[0].rows, calls[0].transposed)
+            name: Stack(calls[0].pieces, calls[0].rows, calls[0].transposed, self._parameters[name].ndim == 3)
             for name, calls in self._seen.items()
-            if self._parameters[name].ndim == 3 and self._is_whole(calls)
+            if self._is_whole(calls) and self._parameters[name].ndim in (2, 3)
         }
         placed: dict[str, list[tuple[str, Placed]]] = {}
         for name, entry in naming.places(stacks, names).items():
             placed.setdefault(entry.place.parameter, []).append((name, entry))
-        named = {key: found[0] for key, found in naming.keys(names).items() if len(found) == 1}
         identities: dict[tuple[int, ...], int] = {}
         products: list[ProbedProduct] = []
         for name, calls in self._seen.items():
             # Of a stack, the first call is with one of its matrices; of a plain matrix, all calls are its own.
-            inputs = tuple(id(call.source) for call in (calls[:1] if name in placed else calls))
+            inputs = tuple(id(call.source) for call in (calls[:1] if calls[0].pieces > 1 else calls))
             number = identities.setdefault(inputs, len(identities))
             if name in placed:
                 products += _stacked(calls, placed[name], number)
             else:
-                products.append(self._plain(name, named.get(name, name), calls, number))
+                products.append(self._plain(name, calls, number))
         return tuple(products)
 
-    def _plain(self, parameter: str, name: str, calls: list[Product], number: int) -> ProbedProduct:
+    def _plain(self, parameter: str, calls: list[Product], number: int) -> ProbedProduct:
+        """A parameter that is not multiplied whole, or whose tensors in the checkpoint cannot be followed."""
         first = calls[0]
-        whole = self._is_whole(calls) and self._parameters[parameter].ndim == 2 and first.pieces == 1
         place = Place(parameter, transposed=first.transposed)
-        return ProbedProduct(name, place, first.rows, first.columns, first.transposed, whole, (number, 0), len(calls))
+        return ProbedProduct(
+            parameter, place, first.rows, first.columns, first.transposed, False, (number, 0), len(calls)
+        )
 
     def _is_whole(self, calls: list[Product]) -> bool:
         """Whether every product is with matrices of one shape that make up the parameter, on the same side."""

@@ -15,7 +15,7 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
 from hessquant.errors import SourceError
-from hessquant.models.library import LIBRARY_ERRORS, from_config, new_parameters, quiet, reason
+from hessquant.models.library import LIBRARY_ERRORS, from_config, parameters_on_meta, quiet, reason
 from hessquant.models.load import check_outcome
 from hessquant.models.naming import Naming
 from hessquant.models.source import ModelSource, load_config
@@ -49,7 +49,7 @@ class StreamedModel:
         self._name, self._read = source.name, read
         with quiet():
             try:
-                with new_parameters(_on_meta), torch.random.fork_rng(devices=[]):
+                with parameters_on_meta(), torch.random.fork_rng(devices=[]):
                     self.model: PreTrainedModel = from_config(
                         load_config(source, trust_remote_code=trust_remote_code), trust_remote_code=trust_remote_code
                     )
@@ -144,10 +144,20 @@ class StreamedModel:
             return
         if self._parameter(key).is_meta:
             real = [parameter for alias in self._names_of(key) if not (parameter := self._parameter(alias)).is_meta]
-            if not real:
-                raise SourceError(f"{self._name}: no tensor of the checkpoint makes {key}")
-            self._set(key, real[0])
+            self._set(key, real[0] if real else self._computed(key))
         self._parameter(key).requires_grad_(False)
+
+    def _computed(self, key: str) -> nn.Parameter:
+        """A parameter that checkpoints leave out, since its class computes it, as tables of positions are."""
+        module, _, leaf = key.rpartition(".")
+        owner = self.model.get_submodule(module)
+        setattr(owner, leaf, nn.Parameter(torch.full(self._meta[key].shape, torch.nan), requires_grad=False))
+        with torch.random.fork_rng(devices=[]):
+            self.model._init_weights(owner)  # type: ignore[no-untyped-call]
+        computed: nn.Parameter = getattr(owner, leaf)
+        if not bool(torch.isfinite(computed).all()):
+            raise SourceError(f"{self._name}: no tensor of the checkpoint makes {key}")
+        return computed
 
     def _parameter(self, key: str) -> nn.Parameter:
         return self.model.get_parameter(key)
@@ -165,9 +175,3 @@ class _Lazy:
 
     def __getitem__(self, index: Any) -> Tensor:
         return self._read(self._name)[index]
-
-
-def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    if parameter.is_meta:
-        return parameter
-    return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)

@@ -56,7 +56,6 @@ def make_plan(
     seen = probe(source, model_config, tensors, inputs=inputs, trust_remote_code=config.trust_remote_code)
     _check_stored(source, tensors, seen)
     chosen, reasons = select_targets(seen, tensors, config)
-    _check_tensors(source, tensors, chosen, seen)
     group_size, settings = assign_settings(chosen, seen.blocks, known_names(seen, tensors), config)
     targets = _targets(chosen, seen, settings)
     memory = memory_bytes(seen, targets, config, activation_budget(config))
@@ -208,17 +207,4 @@ def _check_stored(source: ModelSource, tensors: Mapping[str, TensorInfo], seen: 
             raise SourceError(
                 f"{source.name}: {name} is {list(info.shape)} in {info.file}, but {list(parameter.shape)} according to "
                 "config.json; the two do not belong together"
-            )
-
-
-def _check_tensors(
-    source: ModelSource, tensors: Mapping[str, TensorInfo], chosen: Sequence[ProbedProduct], seen: Probe
-) -> None:
-    for product in chosen:
-        # A tied head may have no tensor of its own, nor one matrix of a stack.
-        if not {product.name, product.part_of, seen.parameters[product.place.parameter].same_as} & tensors.keys():
-            raise PlanError(
-                f"{source.name}: the checkpoint has no {product.name}, which the model class needs (it has "
-                f"{min(tensors, default='nothing')}, for example). If only the names differ, load it with "
-                "transformers, save_pretrained, and start from that"
             )

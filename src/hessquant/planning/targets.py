@@ -15,6 +15,9 @@ _Weight = TypeVar("_Weight", ProbedProduct, Target)
 MIN_ROWS = 32
 """A weight with fewer outputs, counted over all that it is fused with, is a router or a gate: not worth its risk."""
 
+_FEWEST_ROWS = 8
+"""A weight with fewer fills no packed word; whatever it shares its input with, no server makes one matrix of them."""
+
 
 def select_targets(
     probe: Probe, tensors: Mapping[str, TensorInfo], config: Config
@@ -31,22 +34,23 @@ def select_targets(
     names = known_names(probe, tensors)
     included = match_all("include", config.include, names)
     excluded = match_all("exclude", config.exclude, names)
+    _refuse_unnamed(probe, tensors)
     candidates = {product.name: product for product in probe.products if _product_fault(product, probe) is None}
     head = head_product(probe)
     if head is not None and any(head.name in matched for matched in included.values()):
         candidates[head.name] = head
     _check_included(included, candidates, probe)
 
-    sets = fused_sets(candidates.values())
-    reasons = {
+    gates = {name for name, product in candidates.items() if product.rows < _FEWEST_ROWS} - named(included)
+    sets = fused_sets(product for name, product in candidates.items() if name not in gates)
+    reasons = {name: f"only {candidates[name].rows} rows" for name in gates} | {
         product.name: f"only {product.rows} rows"
         for members in sets
         if sum(product.rows for product in members) < MIN_ROWS
         for product in members
     }
-    for matched in included.values():
-        for name in matched:
-            reasons.pop(name, None)
+    for name in named(included):
+        reasons.pop(name, None)
     for pattern, matched in excluded.items():
         reasons.update({name: f"excluded by pattern {pattern!r}" for name in matched if name in candidates})
     _refuse_parted_sets(sets, reasons)
@@ -58,6 +62,11 @@ def select_targets(
     if not chosen:
         raise PlanError("nothing is left to quantize: every weight is excluded or has too few rows")
     return chosen, left_alone(chosen, reasons, tensors, probe)
+
+
+def named(matched: Mapping[str, frozenset[str]]) -> frozenset[str]:
+    """All names that some patterns match."""
+    return frozenset().union(*matched.values())
 
 
 def known_names(probe: Probe, tensors: Iterable[str]) -> list[str]:
@@ -178,6 +187,22 @@ def _refuse_parted_stacks(candidates: Iterable[ProbedProduct], reasons: Mapping[
             raise PlanError(
                 f"{out[0]} would stay in 16 bit ({reasons[out[0]]}), but not all of {tensor}, which is one tensor: "
                 "exclude all of its matrices or none"
+            )
+
+
+def _refuse_unnamed(probe: Probe, tensors: Mapping[str, TensorInfo]) -> None:
+    """Refuse a checkpoint that has nothing for what the model multiplies by; where it has another layout, it has."""
+    held = {probe.keys.get(name, name) for name in tensors}
+    elsewhere = {parameter.block for name in probe.converted if (parameter := probe.parameter_of(name)) is not None}
+    for product in probe.products:
+        parameter = probe.parameters[product.place.parameter]
+        names = {name for name, other in probe.parameters.items() if other.same_as == parameter.same_as}
+        stored = {product.name, product.part_of} & tensors.keys() or names & held
+        if not stored and parameter.block not in elsewhere:
+            raise PlanError(
+                f"the checkpoint has no {product.name}, which the model class needs (it has "
+                f"{min(tensors, default='nothing')}, for example). If only the names differ, load it with "
+                "transformers, save_pretrained, and start from that"
             )
 
 
