@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from hessquant.config import Config
-from hessquant.errors import PlanError, SourceError
+from hessquant.errors import SourceError
 from hessquant.formats.dialect import ModuleSettings, PackedWeight, settings_of
 from hessquant.formats.outputs import OUTPUTS
 from hessquant.models.probe import Probe, ProbedProduct, probe
