@@ -87,8 +87,8 @@ def test_both_towers_of_an_encoder_decoder_are_quantized(class_name, encoder, de
 def test_an_encoder_is_quantized_from_plain_text(class_name, make_model, tmp_path, capsys):
     model, config, other = make_model(class_name)
     report = hessquant.quantize(model, tmp_path / "out", CONFIG, calibration=[text_ids(seed, 64) for seed in range(4)])
-    state = load_file(f"{model}/model.safetensors")
-    linear = {name for name, tensor in state.items() if name.startswith(("encoder.layer.", "layers.")) and tensor.ndim == 2}
+    state, blocks = load_file(f"{model}/model.safetensors"), ("encoder.layer.", "layers.")
+    linear = {name for name, tensor in state.items() if name.startswith(blocks) and tensor.ndim == 2}
     assert {layer.name for layer in report.layers} == linear
     check(report, model, tmp_path / "out", other.inputs(config))
     assert cli.main(["evaluate", model]) == 2
