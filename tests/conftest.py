@@ -14,7 +14,7 @@ from hessquant.records import (
     InspectedWeight,
     Inspection,
     LayerRecord,
-    Place,
+    Location,
     Plan,
     RunReport,
     ServerVerdict,
@@ -39,7 +39,7 @@ def _targets():
     return tuple(
         Target(
             name=f"model.layers.{block}.{name}.weight",
-            place=Place(f"model.layers.{block}.{name}.weight"),
+            locations=(Location(f"model.layers.{block}.{name}.weight", rows),),
             block=block,
             rows=rows,
             columns=columns,

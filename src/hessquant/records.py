@@ -38,24 +38,30 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a checkpoint's matrix is in the model.
+class Location:
+    """Where rows of a checkpoint's matrix are in the model.
 
     Attributes:
         parameter: Name of the model's parameter.
+        rows: How many rows.
         piece: Which of the matrices stacked in it; 0 where it is one matrix.
-        first_row: Row of that matrix where this one begins.
-        row_step: Distance of its rows there; 2 where two matrices alternate.
         transposed: Whether the parameter's matrices are stored [columns, rows].
         stacked: Whether the parameter holds several matrices, such as one per expert.
+        first_row: The first of the rows, in that matrix.
+        row_step: Their distance there; 2 where rows of two matrices alternate.
+        to_row: The first of them in the checkpoint's matrix.
+        to_step: Their distance there.
     """
 
     parameter: str
+    rows: int
     piece: int = 0
-    first_row: int = 0
-    row_step: int = 1
     transposed: bool = False
     stacked: bool = False
+    first_row: int = 0
+    row_step: int = 1
+    to_row: int = 0
+    to_step: int = 1
 
     @property
     def module(self) -> str:
@@ -69,7 +75,7 @@ class Target:
 
     Attributes:
         name: Its name in the checkpoint, e.g. `model.layers.0.mlp.up_proj.weight`.
-        place: Where it is in the model.
+        locations: Where its rows are in the model; together they are all of its rows.
         block: Index of the block that holds it; the head's is the number of blocks.
         rows: Outputs.
         columns: Inputs.
@@ -83,7 +89,7 @@ class Target:
     """
 
     name: str
-    place: Place
+    locations: tuple[Location, ...]
     block: int
     rows: int
     columns: int
@@ -94,6 +100,11 @@ class Target:
     shares_input_with: str
     calls: int = 1
     part_of: str = ""
+
+    @property
+    def module(self) -> str:
+        """The module that runs it together with other experts' matrices; empty for a plain matrix."""
+        return self.locations[0].module
 
     @property
     def groups(self) -> int:

@@ -83,7 +83,7 @@ def cover(family: str | Other, folder: Path) -> Row:
         str(name),
         whole=plan.whole,
         targets=len(plan.targets),
-        experts=sum(target.place.stacked for target in plan.targets),
+        experts=sum(bool(target.module) for target in plan.targets),
         left=plan.unquantized_matrices,
         ratio=_ratio(report),
     )
@@ -143,7 +143,7 @@ def _multiplied(model: nn.Module, inputs: dict[str, Tensor]) -> set[str]:
 
 def _check_accounted(plan: Plan, multiplied: set[str]) -> None:
     """Whatever the forward pass multiplies by is a target, or stays behind for a reason that is true."""
-    taken = {target.place.parameter for target in plan.targets}
+    taken = {location.parameter for target in plan.targets for location in target.locations}
     reasons = {tensor.name: tensor.reason for tensor in plan.untouched}
     assert all(reasons.values())
     for name in multiplied - taken:
@@ -153,7 +153,7 @@ def _check_accounted(plan: Plan, multiplied: set[str]) -> None:
 
 @torch.no_grad()
 def _check_weights(folder: Path, plan: Plan, model: nn.Module) -> None:
-    """Decoded matrices are near the source's, as it stores them; they take their place in `model`."""
+    """Decoded matrices are near the source's, as it stores them; they take their location in `model`."""
     parameters = dict(model.named_parameters())
     with CheckpointReader(folder / "model") as source, CheckpointReader(folder / "out") as out:
         described = quantization_of(out.config) or {}
@@ -163,16 +163,17 @@ def _check_weights(folder: Path, plan: Plan, model: nn.Module) -> None:
             decoded = decode_module(out, module_of(target.name), dialect, settings)
             stored = decoded.T if target.transposed else decoded
             if target.part_of:
-                original = source.read(target.part_of)[target.place.piece].float()
+                original = source.read(target.part_of)[target.locations[0].piece].float()
             else:
                 original = source.read(target.name).float()
             error = float((stored - original).norm() / original.norm())
             assert error < _LARGEST_WEIGHT_ERROR, f"{target.name} is {error:.2f} off in the stored orientation"
-            place = target.place
-            matrix = parameters[place.parameter]
-            matrix = matrix[place.piece] if place.stacked else matrix
-            matrix = matrix.T if place.transposed else matrix
-            matrix[place.first_row :: place.row_step][: target.rows].copy_(decoded)
+            for location in target.locations:
+                matrix = parameters[location.parameter]
+                matrix = matrix[location.piece] if location.stacked else matrix
+                matrix = matrix.T if location.transposed else matrix
+                rows = decoded[location.to_row :: location.to_step][: location.rows]
+                matrix[location.first_row :: location.row_step][: location.rows].copy_(rows)
 
 
 def run(family: str | Other) -> Row:

@@ -36,7 +36,9 @@ _LONGER_TEXT = {"text_config": {"num_hidden_layers": 3}}
 
 _EXCEPTIONS: dict[str, dict[str, Any]] = {
     "axk2": {"gated_norm_rank": 32},
-    "bamba": {"attn_layer_indices": [1]},
+    # Eight heads where the projection's rows count heads too: packed words hold eight codes.
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16},
+    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 16},
     "blt": {"num_hidden_layers": 2, "encoder_hash_byte_group_vocab": VOCABULARY},
     "blt_local_encoder": {"intermediate_size": 128},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {**_ROPE, "mrope_section": [4, 2, 2]}}},
@@ -72,7 +74,11 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": {"global_head_dim": 32},
     "glm4v_text": {"rope_parameters": {**_ROPE, "mrope_section": [4, 2, 2]}},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+    },
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
     "inkling2_loop_text": {
@@ -100,6 +106,7 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
     "mistral3": _LONGER_TEXT,
     "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
     "mllama_vision_model": {"intermediate_layers_indices": [0], "vision_output_dim": 128},
+    "nemotron_h": {"mamba_num_heads": 8},
     "nemotron": {"num_key_value_heads": 2},
     "nllb-moe": {"encoder_sparse_step": 2, "decoder_sparse_step": 2},
     "phi4_multimodal": {"num_hidden_layers": 4},

@@ -21,9 +21,9 @@ that gives over the model families of transformers {version}: a tiny model of ea
 - the checkpoint opens again, and its outputs are those of our decoder's weights in the original model.
 
 "By block": blocks are run one by one, with one of them in memory. "As one": the whole model is in memory, for the
-reason given. "Left" is the share of the weights' bytes in 16 bit, embeddings and head apart; tiny models have large shares of
-norms and convolutions. "Loss" is relative to round-to-nearest's, "outputs" the distance from the original's relative to
-these; on random weights neither says anything about real models.
+reason given. "Left" is the share of the weights' bytes in 16 bit, embeddings and head apart; tiny models have large
+shares of norms and convolutions. "Loss" is relative to round-to-nearest's, "outputs" the distance from the original's
+outputs relative to these; on random weights neither says anything about real models.
 """
 
 _TABLE = """| family | run | matrices | of experts | left | loss | outputs |

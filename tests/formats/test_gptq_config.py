@@ -10,7 +10,7 @@ from hessquant.errors import SourceError
 from hessquant.formats.dialect import ModuleSettings, settings_of
 from hessquant.formats.dialects import DIALECTS
 from hessquant.formats.gptq_config import describe, read_settings
-from hessquant.records import Place, Target, Untouched
+from hessquant.records import Location, Target, Untouched
 
 SHARED = {
     "self_attn.k_proj": "self_attn.q_proj",
@@ -36,7 +36,16 @@ def make_plan(skipped=(), blocks=2, group_size=32, bits=4, symmetric=True):
             first = f"{prefix}.{SHARED.get(projection, projection)}.weight"
             targets.append(
                 Target(
-                    f"{name}.weight", Place(f"{name}.weight"), block, 64, 64, bits, group_size, symmetric, False, first
+                    f"{name}.weight",
+                    (Location(f"{name}.weight", 64),),
+                    block,
+                    64,
+                    64,
+                    bits,
+                    group_size,
+                    symmetric,
+                    False,
+                    first,
                 )
             )
     return plan_of(targets, untouched, names, group_size)

@@ -9,7 +9,7 @@ from transformers import FalconConfig, Llama4TextConfig, LlamaConfig, MixtralCon
 from hessquant.errors import PlanError, SourceError
 from hessquant.models.probe import probe
 from hessquant.models.source import ModelSource
-from hessquant.records import Place
+from hessquant.records import Location
 
 SOURCE = ModelSource("tiny", Path("nowhere"))
 
@@ -105,9 +105,10 @@ def test_experts_are_seen_one_by_one_under_their_names_in_the_checkpoint():
     seen = products(probe(SOURCE, config, names))
     gate, up, down = (seen[f"{stem}.2.{part}.weight"] for part in ("w1", "w3", "w2"))
     assert (gate.rows, gate.columns, down.rows, down.columns) == (96, 64, 64, 96)
-    assert gate.place == Place("model.layers.0.mlp.experts.gate_up_proj", 2, 0, 1, stacked=True)
-    assert up.place == Place("model.layers.0.mlp.experts.gate_up_proj", 2, 96, 1, stacked=True)
-    assert down.place == Place("model.layers.0.mlp.experts.down_proj", 2, 0, 1, stacked=True)
+    stack = "model.layers.0.mlp.experts.gate_up_proj"
+    assert gate.locations == (Location(stack, 96, piece=2, stacked=True),)
+    assert up.locations == (Location(stack, 96, piece=2, stacked=True, first_row=96),)
+    assert down.locations == (Location("model.layers.0.mlp.experts.down_proj", 64, piece=2, stacked=True),)
     assert gate.input_id == up.input_id != seen[f"{stem}.1.w1.weight"].input_id
 
 
@@ -118,7 +119,7 @@ def test_experts_in_one_tensor_of_the_checkpoint_get_names_of_their_own():
     seen = products(probe(SOURCE, config, [f"{stem}.gate_up_proj", f"{stem}.down_proj"]))
     last = seen[f"{stem}.3.gate_up_proj.weight"]
     assert (last.rows, last.columns, last.transposed, last.part_of) == (128, 64, True, f"{stem}.gate_up_proj")
-    assert last.place == Place(f"{stem}.gate_up_proj", 3, transposed=True, stacked=True)
+    assert last.locations == (Location(f"{stem}.gate_up_proj", 128, piece=3, transposed=True, stacked=True),)
 
 
 def test_the_routed_module_is_known_by_its_arguments():

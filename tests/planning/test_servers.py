@@ -8,7 +8,7 @@ from hessquant.config import CLIENTS
 from hessquant.planning.rule import Evidence, Head, Mixing
 from hessquant.planning.server_rules import RULES
 from hessquant.planning.servers import judge, verdicts
-from hessquant.records import Place, Target
+from hessquant.records import Location, Target
 
 BLOCKS = ("model.layers.0", "model.layers.1")
 SHAPES = {
@@ -31,7 +31,7 @@ def targets(changes=None, **settings):
             values = {"bits": 4, "group_size": 64, "symmetric": True, "transposed": False, "rows": rows} | settings
             target = Target(
                 name=f"{block}.{name}.weight",
-                place=Place(f"{block}.{name}.weight"),
+                locations=(Location(f"{block}.{name}.weight", rows),),
                 block=index,
                 columns=columns,
                 shares_input_with=f"{block}.{SHARES.get(name, name)}.weight",
@@ -232,7 +232,16 @@ def test_mixtures_are_judged_as_the_acceptance_run_found(output_format, client, 
 )
 def test_quantized_heads_are_judged_as_the_acceptance_run_found(output_format, client, opens):
     head = Target(
-        "lm_head.weight", Place("lm_head.weight"), len(BLOCKS), 49152, 576, 4, 64, True, False, "lm_head.weight"
+        "lm_head.weight",
+        (Location("lm_head.weight", 49152),),
+        len(BLOCKS),
+        49152,
+        576,
+        4,
+        64,
+        True,
+        False,
+        "lm_head.weight",
     )
     assert found(output_format, (*targets(), head))[client].opens == opens
 
@@ -327,7 +336,16 @@ def test_a_client_is_named_by_itself_or_without_its_device():
 
 def test_a_quantized_head_is_an_open_question_where_nobody_tried_it():
     head = Target(
-        "lm_head.weight", Place("lm_head.weight"), len(BLOCKS), 49152, 576, 4, 64, True, False, "lm_head.weight"
+        "lm_head.weight",
+        (Location("lm_head.weight", 49152),),
+        len(BLOCKS),
+        49152,
+        576,
+        4,
+        64,
+        True,
+        False,
+        "lm_head.weight",
     )
     rule = next(rule for rule in RULES if rule.name == "vllm-cpu" and rule.format == "gptq")
     tried, untried = replace(rule, head=Head("yes", rule.evidence)), replace(rule, head=None)

@@ -13,7 +13,7 @@ from hessquant.records import (
     InspectedWeight,
     Inspection,
     LayerRecord,
-    Place,
+    Location,
     Plan,
     RunReport,
     ServerVerdict,
@@ -34,13 +34,17 @@ def with_tuple_shape(kind, loaded):
     return kind(**{**loaded, "shape": tuple(loaded["shape"])})
 
 
+def target_from(loaded):
+    return Target(**{**loaded, "locations": tuple(Location(**location) for location in loaded["locations"])})
+
+
 def plan_from(loaded):
     return Plan(
         **{
             **loaded,
             "blocks": tuple(loaded["blocks"]),
             "returns_tuple": tuple(loaded["returns_tuple"]),
-            "targets": tuple(Target(**{**target, "place": Place(**target["place"])}) for target in loaded["targets"]),
+            "targets": tuple(map(target_from, loaded["targets"])),
             "untouched": tuple(with_tuple_shape(Untouched, tensor) for tensor in loaded["untouched"]),
             "servers": tuple(ServerVerdict(**server) for server in loaded["servers"]),
         }

@@ -11,14 +11,23 @@ from hessquant.core.grid import GridSpec, encode, min_max
 from hessquant.core.hessian import HessianStatistics
 from hessquant.errors import NonFiniteError
 from hessquant.kernels import twin
-from hessquant.records import Place, Target
+from hessquant.records import Location, Target
 from hessquant.run import solve as solving
 from hessquant.run.solve import TargetSolver, degradations
 
 
 def target(name, rows, columns, *, leader=None, transposed=False, group_size=-1):
     return Target(
-        name, Place(name, transposed=transposed), 0, rows, columns, 4, group_size, True, transposed, leader or name
+        name,
+        (Location(name, rows, transposed=transposed),),
+        0,
+        rows,
+        columns,
+        4,
+        group_size,
+        True,
+        transposed,
+        leader or name,
     )
 
 

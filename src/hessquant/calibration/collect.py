@@ -71,17 +71,21 @@ def stops_of(targets: Sequence[Target]) -> tuple[Stop, ...]:
         members.setdefault(target.shares_input_with, []).append(target)
     found: dict[str, list[list[Target]]] = {}
     for leader, group in members.items():
-        found.setdefault(group[0].place.module or leader, []).append(group)
+        found.setdefault(group[0].module or leader, []).append(group)
     return tuple(
         Stop(
             tuple(
                 InputGroup(
                     tuple(target.name for target in group),
-                    tuple(dict.fromkeys((target.place.parameter, target.place.piece) for target in group)),
+                    tuple(
+                        dict.fromkeys(
+                            (location.parameter, location.piece) for target in group for location in target.locations
+                        )
+                    ),
                 )
                 for group in groups
             ),
-            groups[0][0].place.module,
+            groups[0][0].module,
             max(target.calls for group in groups for target in group),
         )
         for groups in found.values()

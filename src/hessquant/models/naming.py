@@ -5,8 +5,10 @@ mapping is linear in rows, so its reverse is run on numbered rows to see where e
 nothing, since the numbers stand for rows of one column.
 """
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -22,7 +24,10 @@ from transformers.core_model_loading import (
 )
 
 from hessquant.models.library import LIBRARY_ERRORS, quiet
-from hessquant.records import Place
+from hessquant.records import Location
+
+_MOST_RUNS = 1024
+"""Of more runs of rows than heads have, no matrix is made; each costs a copy whenever the matrix is looked at."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +48,17 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A matrix of a stack, as the checkpoint has it.
+class Located:
+    """A matrix as the checkpoint has it.
 
     Attributes:
-        place: Where it is in the model.
+        locations: Where its rows are in the model.
         rows: Outputs.
         transposed: Whether the checkpoint stores it [columns, rows].
         part_of: Tensor of the checkpoint that holds it with others; empty if it has one of its own.
     """
 
-    place: Place
+    locations: tuple[Location, ...]
     rows: int
     transposed: bool
     part_of: str
@@ -91,31 +96,30 @@ class Naming:
             found.setdefault(key, []).append(name)
         return found
 
-    def places(self, stacks: Mapping[str, Stack], names: Collection[str]) -> dict[str, Placed]:
-        """The matrices of stacks by their names in the checkpoint.
+    def locate(self, stacks: Mapping[str, Stack], names: Collection[str]) -> dict[str, Located]:
+        """The matrices of the model's parameters by their names in the checkpoint.
 
         A stack that the checkpoint holds as one tensor is taken apart under names of its own (`stacked_name`). What is
-        not in whole, evenly spaced rows of one matrix has no place.
+        not made of whole rows has no location.
         """
         keys = self.keys(names)
-        found: dict[str, Placed] = {}
+        found: dict[str, Located] = {}
         converted = {}
         for name, stack in stacks.items():
             own = next((keys[alias] for alias in self._aliases[name] if alias in keys), [] if keys else [name])
             if len(own) == 1 and not self.is_converted(own[0]):
-                found |= _as_stored(own[0], name, stack, stack.transposed)
+                found |= _as_stored(own[0], name, stack)
             else:
                 converted[name] = stack
-        for name, rows in self._numbered(converted).items():
-            place = _place(rows, converted)
-            if place is None:
-                continue
-            if rows.ndim == 2 and name in names:
-                found[name] = Placed(place, rows.numel(), rows.shape[0] == 1, part_of="")
-            elif rows.ndim == 3:
-                own = keys.get(place.parameter, [])
+        rows = _RowNumbers(converted)
+        for name, numbers in self._reverted(rows.numbered()).items():
+            own = [tensor for parameter in rows.parameters(numbers) for tensor in keys.get(parameter, [])]
+            if numbers.ndim == 2 and name in names:
+                found |= rows.located(name, numbers, part_of="")
+            elif numbers.ndim == 3:
                 tensor = own[0] if len(own) == 1 else name
-                found |= _as_stored(tensor, place.parameter, converted[place.parameter], rows.shape[1] == 1)
+                for piece, of_piece in enumerate(numbers):
+                    found |= rows.located(stacked_name(tensor, piece), of_piece, part_of=tensor)
         return found
 
     def is_converted(self, tensor: str) -> bool:
@@ -123,22 +127,85 @@ class Naming:
         _, pattern = rename_source_key(tensor, self._renamings, self._converters)
         return pattern is not None
 
-    def _numbered(self, stacks: Mapping[str, Stack]) -> dict[str, Tensor]:
-        """Row numbers, over all stacks one after another, in the layout and under the names of the checkpoint."""
-        state = {}
-        start = 0
-        for name, stack in stacks.items():
-            shape = (1, stack.rows) if stack.transposed else (stack.rows, 1)
-            numbers = torch.arange(start, start + stack.pieces * stack.rows)
-            state[name] = numbers.view(stack.pieces, *shape) if stack.stacked else numbers.view(shape)
-            start += stack.pieces * stack.rows
+    def _reverted(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the model's parameters would be in the checkpoint."""
         if not state:
             return {}
         with quiet():
             try:
-                return dict(revert_weight_conversion(self._model, state))
-            except LIBRARY_ERRORS:  # a conversion with no way back: its matrices have no place
+                return dict(revert_weight_conversion(self._model, dict(state)))
+            except LIBRARY_ERRORS:  # a conversion with no way back: its matrices have no location
                 return {}
+
+
+class _RowNumbers:
+    """Rows of matrices, numbered over all parameters one after another, to see where a conversion takes them."""
+
+    def __init__(self, stacks: Mapping[str, Stack]) -> None:
+        self._stacks = stacks
+        self._names = list(stacks)
+        counts = (stack.pieces * stack.rows for stack in stacks.values())
+        self._starts = list(accumulate(counts, initial=0))
+
+    def numbered(self) -> dict[str, Tensor]:
+        """The parameters, with one column, which holds the numbers of the rows."""
+        state = {}
+        for (name, stack), start, stop in zip(self._stacks.items(), self._starts, self._starts[1:], strict=False):
+            shape = (1, stack.rows) if stack.transposed else (stack.rows, 1)
+            numbers = torch.arange(start, stop)
+            state[name] = numbers.view(stack.pieces, *shape) if stack.stacked else numbers.view(shape)
+        return state
+
+    def parameters(self, numbers: Tensor) -> list[str]:
+        """Parameters that the first and the last of these rows belong to."""
+        ends = (int(numbers.min()), int(numbers.max())) if numbers.numel() else ()
+        return list(dict.fromkeys(self._names[bisect_right(self._starts, end) - 1] for end in ends))
+
+    def located(self, name: str, numbers: Tensor, part_of: str) -> dict[str, Located]:
+        """The matrix that has these rows, under its name; nothing if it is not made of whole rows."""
+        if 1 not in numbers.shape or numbers.numel() < 2:
+            return {}
+        flat = numbers.flatten()
+        locations = self._strided(flat) or self._runs(flat)
+        if not 0 < len(locations) <= _MOST_RUNS:
+            return {}
+        return {name: Located(locations, len(flat), numbers.shape[0] == 1, part_of)}
+
+    def _strided(self, flat: Tensor) -> tuple[Location, ...]:
+        """As rows of one matrix, or of two in turn, evenly spaced; empty if they are not."""
+        for ways in (1, 2):
+            parts = [flat[first::ways] for first in range(ways)]
+            locations = [self._location(part, first, ways) for first, part in enumerate(parts)]
+            if all(locations):
+                return tuple(location for location in locations if location is not None)
+        return ()
+
+    def _runs(self, flat: Tensor) -> tuple[Location, ...]:
+        """As runs of rows that follow each other in their matrices."""
+        breaks = (flat.diff() != 1).nonzero().flatten() + 1
+        boundaries = {start for start in self._starts if start > 0} | {
+            start + piece * stack.rows
+            for stack, start in zip(self._stacks.values(), self._starts, strict=False)
+            for piece in range(1, stack.pieces)
+        }
+        inside = [index for index, number in enumerate(flat.tolist()) if number in boundaries]
+        cuts = sorted({0, len(flat), *breaks.tolist(), *inside})
+        locations = [self._location(flat[start:stop], start, 1) for start, stop in pairwise(cuts)]
+        return tuple(location for location in locations if location is not None) if all(locations) else ()
+
+    def _location(self, flat: Tensor, to_row: int, to_step: int) -> Location | None:
+        """Where evenly spaced rows of one matrix are; None if they are not that."""
+        first, last = int(flat[0]), int(flat[-1])
+        step = int(flat[1]) - first if len(flat) > 1 else 1
+        if step < 1 or not torch.equal(flat, torch.arange(first, first + step * len(flat), step)):
+            return None
+        index = bisect_right(self._starts, first) - 1
+        name = self._names[index]
+        stack = self._stacks[name]
+        piece, row = divmod(first - self._starts[index], stack.rows)
+        if row + last - first >= stack.rows:
+            return None
+        return Location(name, len(flat), piece, stack.transposed, stack.stacked, row, step, to_row, to_step)
 
 
 def stacked_name(parameter: str, piece: int) -> str:
@@ -151,30 +218,14 @@ def stacked_name(parameter: str, piece: int) -> str:
     return f"{module}.{piece}.weight" if leaf == "weight" else f"{module}.{piece}.{leaf}.weight"
 
 
-def _as_stored(tensor: str, parameter: str, stack: Stack, transposed: bool) -> dict[str, Placed]:
-    """A matrix, or all matrices of a stack, that the checkpoint holds as one tensor."""
-    place = Place(parameter, transposed=stack.transposed, stacked=stack.stacked)
+def _as_stored(tensor: str, parameter: str, stack: Stack) -> dict[str, Located]:
+    """A matrix, or all matrices of a stack, that the checkpoint holds as one tensor, just as the model does."""
+    location = Location(parameter, stack.rows, 0, stack.transposed, stack.stacked)
     if not stack.stacked:
-        return {tensor: Placed(place, stack.rows, transposed, part_of="")}
+        return {tensor: Located((location,), stack.rows, stack.transposed, part_of="")}
     return {
-        stacked_name(tensor, piece): Placed(replace(place, piece=piece), stack.rows, transposed, part_of=tensor)
+        stacked_name(tensor, piece): Located(
+            (replace(location, piece=piece),), stack.rows, stack.transposed, part_of=tensor
+        )
         for piece in range(stack.pieces)
     }
-
-
-def _place(rows: Tensor, stacks: Mapping[str, Stack]) -> Place | None:
-    """Where the numbered rows of one matrix, or of a whole stack, begin; None if they are not evenly spaced."""
-    if rows.ndim not in (2, 3) or 1 not in rows.shape[-2:] or rows.numel() == 1:
-        return None
-    flat = rows.flatten().tolist()
-    step = flat[1] - flat[0]
-    if step < 1 or flat != list(range(flat[0], flat[0] + step * len(flat), step)):
-        return None
-    start = 0
-    for name, stack in stacks.items():
-        piece, first = divmod(flat[0] - start, stack.rows)
-        if piece < stack.pieces:
-            inside = rows.ndim == 3 or first + step * (len(flat) - 1) < stack.rows
-            return Place(name, piece, first, step, stack.transposed, stack.stacked) if inside else None
-        start += stack.pieces * stack.rows
-    return None

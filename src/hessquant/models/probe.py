@@ -16,13 +16,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hessquant.errors import CaptureError, PlanError, SourceError
 from hessquant.models.blocks import find_blocks
 from hessquant.models.library import LIBRARY_ERRORS, from_config, parameters_on_meta, quiet, reason, run_model
-from hessquant.models.naming import Naming, Placed, Stack
+from hessquant.models.naming import Located, Naming, Stack
 from hessquant.models.phantom import PhantomArithmetic, give_phantoms
 from hessquant.models.routing import has_choice
 from hessquant.models.source import ModelSource
 from hessquant.models.stand_ins import BlockCalls, stand_ins
 from hessquant.models.watch import Product, Watch
-from hessquant.records import Place
+from hessquant.records import Location
 
 Role = Literal["embedding", "head", "weight"]
 
@@ -52,7 +52,7 @@ class ProbedProduct:
 
     Attributes:
         name: The matrix's name in the checkpoint; that of its parameter where the checkpoint has none for it.
-        place: Where it is in the model.
+        locations: Where its rows are in the model.
         rows: Outputs.
         columns: Inputs.
         transposed: Whether the checkpoint stores it [columns, rows].
@@ -63,7 +63,7 @@ class ProbedProduct:
     """
 
     name: str
-    place: Place
+    locations: tuple[Location, ...]
     rows: int
     columns: int
     transposed: bool
@@ -71,6 +71,16 @@ class ProbedProduct:
     input_id: tuple[int, int]
     calls: int = 1
     part_of: str = ""
+
+    @property
+    def parameter(self) -> str:
+        """The parameter that holds its first rows."""
+        return self.locations[0].parameter
+
+    @property
+    def module(self) -> str:
+        """The module that runs it together with other experts' matrices; empty for a plain matrix."""
+        return self.locations[0].module
 
 
 @dataclass(frozen=True)
@@ -281,29 +291,59 @@ class _Recorder:
         stacks = {
             name: Stack(calls[0].pieces, calls[0].rows, calls[0].transposed, self._parameters[name].ndim == 3)
             for name, calls in self._seen.items()
-            if self._is_whole(calls) and self._parameters[name].ndim in (2, 3)
+            if self._is_whole(calls) and (self._parameters[name].ndim == 3 or calls[0].pieces == 1)
         }
-        placed: dict[str, list[tuple[str, Placed]]] = {}
-        for name, entry in naming.places(stacks, names).items():
-            placed.setdefault(entry.place.parameter, []).append((name, entry))
-        identities: dict[tuple[int, ...], int] = {}
+        located: dict[str, list[tuple[str, Located]]] = {}
+        for name, entry in naming.locate(stacks, names).items():
+            located.setdefault(entry.locations[0].parameter, []).append((name, entry))
+        numbers = self._input_numbers()
+        followed = {
+            location.parameter for found in located.values() for _, entry in found for location in entry.locations
+        }
         products: list[ProbedProduct] = []
+        for name, calls in self._seen.items():
+            for title, entry in sorted(located.get(name, ()), key=lambda item: _position(item[1])):
+                products.append(self._located(title, entry, numbers))
+            if name not in followed:
+                products.append(self._plain(name, calls, numbers[name]))
+        return tuple(products)
+
+    def _input_numbers(self) -> dict[str, int]:
+        """A number for what each parameter is multiplied with."""
+        identities: dict[tuple[int, ...], int] = {}
+        numbers = {}
         for name, calls in self._seen.items():
             # Of a stack, the first call is with one of its matrices; of a plain matrix, all calls are its own.
             inputs = tuple(id(call.source) for call in (calls[:1] if calls[0].pieces > 1 else calls))
-            number = identities.setdefault(inputs, len(identities))
-            if name in placed:
-                products += _stacked(calls, placed[name], number)
-            else:
-                products.append(self._plain(name, calls, number))
-        return tuple(products)
+            numbers[name] = identities.setdefault(inputs, len(identities))
+        return numbers
+
+    def _located(self, name: str, entry: Located, numbers: Mapping[str, int]) -> ProbedProduct:
+        """A matrix of the checkpoint; its rows may be in several matrices of the model if these share their input."""
+        # In the order of the forward pass, so that the first of them is where inputs are first seen.
+        order = list(self._seen)
+        locations = tuple(sorted(entry.locations, key=lambda location: order.index(location.parameter)))
+        calls = self._seen[locations[0].parameter]
+        pieces = [call.piece for call in calls]
+        inputs = {(numbers[location.parameter], location.piece) for location in entry.locations}
+        return ProbedProduct(
+            name,
+            locations,
+            entry.rows,
+            calls[0].columns,
+            entry.transposed,
+            len(inputs) == 1,
+            min(inputs),
+            max(pieces.count(piece) for piece in set(pieces)),
+            entry.part_of,
+        )
 
     def _plain(self, parameter: str, calls: list[Product], number: int) -> ProbedProduct:
         """A parameter that is not multiplied whole, or whose tensors in the checkpoint cannot be followed."""
         first = calls[0]
-        place = Place(parameter, transposed=first.transposed)
+        location = Location(parameter, first.rows, transposed=first.transposed)
         return ProbedProduct(
-            parameter, place, first.rows, first.columns, first.transposed, False, (number, 0), len(calls)
+            parameter, (location,), first.rows, first.columns, first.transposed, False, (number, 0), len(calls)
         )
 
     def _is_whole(self, calls: list[Product]) -> bool:
@@ -312,23 +352,8 @@ class _Recorder:
         return len(shape) == 1 and calls[0].pieces > 0
 
 
-def _stacked(calls: list[Product], placed: list[tuple[str, Placed]], number: int) -> list[ProbedProduct]:
-    pieces = [call.piece for call in calls]
-    most = max(pieces.count(piece) for piece in set(pieces))
-    return [
-        ProbedProduct(
-            name,
-            entry.place,
-            entry.rows,
-            calls[0].columns,
-            entry.transposed,
-            True,
-            (number, entry.place.piece),
-            most,
-            entry.part_of,
-        )
-        for name, entry in sorted(placed, key=lambda item: (item[1].place.piece, item[1].place.first_row))
-    ]
+def _position(entry: Located) -> tuple[int, int]:
+    return entry.locations[0].piece, entry.locations[0].first_row
 
 
 def _parameters(model: PreTrainedModel, blocks: tuple[str, ...]) -> dict[str, ProbedParameter]:

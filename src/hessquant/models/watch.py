@@ -65,9 +65,10 @@ class Watch(TorchFunctionMode):
     def __init__(self, parameters: Mapping[str, Tensor], observer: Callable[[Product], None]) -> None:
         super().__init__()
         self._observer = observer
-        self._parameters: dict[int, tuple[str, Tensor]] = {}
+        # A parameter may be a part of a storage: what loading took apart shares the storage of the whole.
+        self._parameters: dict[int, list[tuple[str, Tensor]]] = {}
         for name, parameter in parameters.items():
-            self._parameters.setdefault(storage_key(parameter), (name, parameter))
+            self._parameters.setdefault(storage_key(parameter), []).append((name, parameter))
 
     def __torch_function__(
         self,
@@ -93,11 +94,22 @@ class Watch(TorchFunctionMode):
         # y = left @ right; linear's second argument enters transposed.
         linear = func is torch.nn.functional.linear
         for factor, other, on_the_right in ((right, left, True), (left, right, False)):
-            known = self._parameters.get(storage_key(factor))
+            known = self._parameter_of(factor)
             if known is None or factor.ndim not in (2, 3):
                 continue
             inputs = other if on_the_right or other.ndim < 2 else other.transpose(-1, -2)
             return _product_of(*known, factor, inputs, other, stands_upright=linear or not on_the_right)
+        return None
+
+    def _parameter_of(self, factor: Tensor) -> tuple[str, Tensor] | None:
+        """The parameter that a tensor is, or is a part of, and its name; the first of its names."""
+        offset, candidates = factor.storage_offset(), self._parameters.get(storage_key(factor), ())
+        for name, parameter in candidates:
+            if offset == parameter.storage_offset() and factor.numel() == parameter.numel():
+                return name, parameter
+        for name, parameter in candidates:
+            if parameter.storage_offset() <= offset < parameter.storage_offset() + parameter.numel():
+                return name, parameter
         return None
 
 

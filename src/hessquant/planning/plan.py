@@ -161,11 +161,11 @@ def _targets(
     first: dict[tuple[int, int], str] = {}
     targets = []
     for product in chosen:
-        block = seen.parameters[product.place.parameter].block
+        block = seen.parameters[product.parameter].block
         targets.append(
             Target(
                 name=product.name,
-                place=product.place,
+                locations=product.locations,
                 # Outside the blocks, only the head is ever chosen, and it runs after them.
                 block=len(seen.blocks) if block is None else block,
                 rows=product.rows,

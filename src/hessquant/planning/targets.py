@@ -95,7 +95,7 @@ def head_product(probe: Probe) -> ProbedProduct | None:
         if parameter.role != "head" and not tied:
             continue
         for product in probe.products:
-            own = product.place.parameter == parameter.same_as
+            own = product.parameter == parameter.same_as
             if own and product.whole and product.calls == 1 and name.endswith(".weight"):
                 return replace(product, name=name) if tied else product
     return None
@@ -103,9 +103,9 @@ def head_product(probe: Probe) -> ProbedProduct | None:
 
 def _product_fault(product: ProbedProduct, probe: Probe) -> str | None:
     """Why a matrix cannot be a target; None if it can."""
-    parameter = probe.parameters[product.place.parameter]
+    parameter = probe.parameters[product.parameter]
     if parameter.role != "weight" or len(parameter.shape) < 2 or parameter.block is None:
-        return _parameter_fault(product.place.parameter, probe) or "left in 16 bit"
+        return _parameter_fault(product.parameter, probe) or "left in 16 bit"
     if not product.whole:
         return "not multiplied as a whole matrix"
     return None if product.name.endswith(".weight") else "not named `<module>.weight`"
@@ -120,7 +120,7 @@ def _parameter_fault(name: str, probe: Probe) -> str | None:
         return "head (left in 16 bit)"
     if len(parameter.shape) < 2:
         return "bias" if name.endswith("bias") else "norm or vector"
-    if not any(product.place.parameter == parameter.same_as for product in probe.products):
+    if not any(product.parameter == parameter.same_as for product in probe.products):
         return "not multiplied by the forward pass"
     if parameter.block is None:
         return "outside the blocks"
@@ -140,7 +140,7 @@ def reason_left(info: TensorInfo, probe: Probe) -> str:
             (
                 _product_fault(product, probe)
                 for product in probe.products
-                if product.place.parameter == key and product.name in (info.name, key)
+                if product.parameter == key and product.name in (info.name, key)
             ),
             None,
         )
@@ -195,7 +195,7 @@ def _refuse_unnamed(probe: Probe, tensors: Mapping[str, TensorInfo]) -> None:
     held = {probe.keys.get(name, name) for name in tensors}
     elsewhere = {parameter.block for name in probe.converted if (parameter := probe.parameter_of(name)) is not None}
     for product in probe.products:
-        parameter = probe.parameters[product.place.parameter]
+        parameter = probe.parameters[product.parameter]
         names = {name for name, other in probe.parameters.items() if other.same_as == parameter.same_as}
         stored = {product.name, product.part_of} & tensors.keys() or names & held
         if not stored and parameter.block not in elsewhere:
@@ -207,7 +207,7 @@ def _refuse_unnamed(probe: Probe, tensors: Mapping[str, TensorInfo]) -> None:
 
 
 def _refuse_self_routed(chosen: Iterable[ProbedProduct], probe: Probe) -> None:
-    modules = {product.place.module for product in chosen if product.place.stacked}
+    modules = {product.module for product in chosen if product.module}
     closed = sorted(modules - probe.routed)
     if closed or not modules:
         why = f"{closed[0]} chooses its experts itself" if closed else "no weight of it is an expert's"

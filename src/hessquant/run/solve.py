@@ -15,7 +15,7 @@ from hessquant.core.grid import GridSpec, QuantizedWeight
 from hessquant.core.hessian import HessianStatistics, hessian
 from hessquant.errors import FactorizationError, GridError, NonFiniteError
 from hessquant.kernels.dispatch import kernels_for
-from hessquant.records import LayerRecord, Target
+from hessquant.records import LayerRecord, Location, Target
 
 _LARGEST_POOLED_SHARE = 0.5
 """Weight of the common Hessian above which an expert counts as degraded: most of what it is fitted to is others'."""
@@ -72,7 +72,7 @@ class TargetSolver:
         """
         alike: dict[str, list[tuple[str, ...]]] = {}
         for members in groups:
-            alike.setdefault(self._targets[members[0]].place.parameter, []).append(members)
+            alike.setdefault(self._targets[members[0]].locations[0].parameter, []).append(members)
         for of_one_stack in alike.values():
             seen = [statistics[members[0]] for members in of_one_stack if members[0] in statistics]
             pool = pooled(seen, self._targets[of_one_stack[0][0]].columns)
@@ -113,7 +113,7 @@ class TargetSolver:
     ) -> None:
         started = time.perf_counter()
         target = self._targets[name]
-        weight = matrix_at(parameters, target).detach()
+        weight = matrix_at(parameters, target)
         kernels = kernels_for(weight.device, weight.numel())
         solution = gptq.solve(weight, mean, factor, _spec(target), self._config, kernels)
         put_back(solution.weight, target, parameters)
@@ -125,19 +125,36 @@ class TargetSolver:
 
 
 def matrix_at(parameters: Mapping[str, Tensor], target: Target) -> Tensor:
-    """A target in the model: a view [rows, columns] of its parameter."""
-    place = target.place
-    matrix = parameters[place.parameter]
-    if place.stacked:
-        matrix = matrix[place.piece]
-    upright = matrix.T if place.transposed else matrix
-    return upright[place.first_row : place.first_row + target.rows * place.row_step : place.row_step]
+    """A target as it is in the model, [rows, columns]; a view of its parameter where all of it is in one location."""
+    views = [_rows_at(parameters, location) for location in target.locations]
+    if len(views) == 1:
+        return views[0].detach()
+    matrix = views[0].new_empty(target.rows, target.columns)
+    for location, view in zip(target.locations, views, strict=True):
+        _rows_of(matrix, location).copy_(view.detach())
+    return matrix
 
 
 def put_back(weight: QuantizedWeight, target: Target, parameters: Mapping[str, Tensor]) -> None:
     """Overwrite a target in the model with the values that its quantized weight stands for."""
+    values = weight.dequantize()
     with torch.no_grad():
-        matrix_at(parameters, target).copy_(weight.dequantize())
+        for location in target.locations:
+            _rows_at(parameters, location).copy_(_rows_of(values, location))
+
+
+def _rows_at(parameters: Mapping[str, Tensor], location: Location) -> Tensor:
+    """The rows of one location, as a view of their parameter."""
+    matrix = parameters[location.parameter]
+    if location.stacked:
+        matrix = matrix[location.piece]
+    upright = matrix.T if location.transposed else matrix
+    return upright[location.first_row :: location.row_step][: location.rows]
+
+
+def _rows_of(matrix: Tensor, location: Location) -> Tensor:
+    """The same rows in the target's own matrix."""
+    return matrix[location.to_row :: location.to_step][: location.rows]
 
 
 def degradations(records: Sequence[LayerRecord]) -> tuple[str, ...]:
