@@ -334,9 +334,9 @@ def test_trust_in_the_models_code_reaches_the_probe_of_a_quantized_checkpoint(ll
     hessquant.quantize(llama, tmp_path / "out", hessquant.Config(group_size=32), calibration=[tokens()])
     asked = []
 
-    def noting(*args, trust_remote_code=False):
+    def noting(*args, trust_remote_code=False, **others):
         asked.append(trust_remote_code)
-        return probe(*args, trust_remote_code=trust_remote_code)
+        return probe(*args, trust_remote_code=trust_remote_code, **others)
 
     monkeypatch.setattr("hessquant.pipeline.evaluating.probe", noting)
     load_for_evaluation(resolve(str(tmp_path / "out")), True)

@@ -97,7 +97,7 @@ def plan(
     model: Model,
     config: Config,
     calibration: Annotated[
-        str, typer.Option(metavar="SOURCE", help="Not read; here so that only the command's name and OUT change.")
+        str, typer.Option(metavar="SOURCE", help="As quantize takes it; read only where a .jsonl file names images.")
     ] = "builtin",
     as_json: Json = False,
 ) -> int:
@@ -105,7 +105,7 @@ def plan(
     with redirect_stdout(sys.stderr):
         from hessquant import pipeline
 
-        planned = pipeline.make_plan(model, config)
+        planned = pipeline.make_plan(model, config, calibration=calibration)
     _say_unknown(planned, config)
     _show(planned, render_plan(planned), as_json)
     return _DONE

@@ -196,9 +196,20 @@ class Plan:
 
 @dataclass(frozen=True)
 class TokenWindow:
-    """Token ids of one calibration or evaluation window; no padding, ever."""
+    """Token ids of one calibration or evaluation window; no padding, ever.
+
+    Attributes:
+        ids: What the model reads; for an encoder-decoder, the source.
+        target: What an encoder-decoder is to write; empty for every other model.
+    """
 
     ids: tuple[int, ...]
+    target: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens on both sides."""
+        return len(self.ids) + len(self.target)
 
 
 @dataclass(frozen=True)
@@ -207,10 +218,10 @@ class CalibrationRecord:
 
     Attributes:
         source: `builtin`, a file name, or a hub id. Never a path with folders.
-        windows: Windows used.
-        tokens: Tokens in them.
-        tokens_available: Tokens of the text that was read.
-        digest: SHA-256 over the token ids, so that two runs can be compared.
+        windows: Windows used; samples of other inputs count as one each.
+        tokens: Tokens in them; of a sample without input_ids, the positions of its first input.
+        tokens_available: Tokens of all that was read.
+        digest: SHA-256 over the token ids and other inputs, so that two runs can be compared.
     """
 
     source: str

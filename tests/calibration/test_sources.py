@@ -1,10 +1,11 @@
 import json
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
-from hessquant.calibration.sources import RunningText, Samples, open_source
+from hessquant.calibration.sources import RunningText, Samples, may_have_images, open_source
 from hessquant.errors import CalibrationError
 
 
@@ -94,11 +95,31 @@ def test_jsonl_rows_are_texts_or_conversations(jsonl):
         (b'{"text": null}', "'text' must be a string or a list of messages, not None"),
         (b'{"messages": []}', "'messages' must be a string or a list of messages, not"),
         (b'{"messages": ["hi"]}', "'messages' must be a string or a list of messages, not"),
+        (b'{"source": "x"}', "found 'source', needs 'text' or 'messages', or 'source' and 'target'"),
+        (b'{"source": "x", "target": " "}', "'target' must be a text that is not empty, not ' '"),
+        (b'{"source": ["x"], "target": "y"}', r"'source' must be a text that is not empty, not \['x'\]"),
+        (b'{"text": "x", "images": "a.png"}', "'images' must be a list of paths, not 'a.png'"),
+        (b'{"text": "x", "images": [""]}', "'images' must be a list of paths, not"),
     ],
 )
 def test_bad_jsonl_row_is_refused_with_file_and_line(jsonl, line, reason):
     with pytest.raises(CalibrationError, match=rf"rows\.jsonl, line 3: {reason}"):
         samples(jsonl({"text": "fine"}, b"", line))
+
+
+def test_jsonl_rows_may_be_pairs_or_have_images(jsonl, tmp_path):
+    pair, labelled = {"source": "a", "target": "b"}, {"text": "c", "source": "the web", "target": "none"}
+    path = jsonl(pair, labelled, {"text": "d", "images": ["e.png", "/f.png"]}, {"text": "g", "images": None})
+    source = open_source(path, "calibration")
+    assert [(sample.content, sample.target, sample.images) for sample in source.samples] == [
+        ("a", "b", ()),
+        ("c", None, ()),
+        ("d", None, (tmp_path / "e.png", Path("/f.png"))),
+        ("g", None, ()),
+    ]
+    assert may_have_images(path)
+    assert not may_have_images(jsonl(pair, labelled))
+    assert not may_have_images(str(tmp_path / "absent.jsonl"))
 
 
 def test_jsonl_is_read_no_further_than_asked(jsonl):

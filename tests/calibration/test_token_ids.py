@@ -83,10 +83,47 @@ def masked(ids, mask):
         (["some text"], "not str"),
         ([1, 2], "not int"),
         ([[1, [2]]], "mixes token ids and rows"),
-        ([{"ids": [1]}], "has the keys 'ids', needs 'input_ids'"),
+        ([{"attention_mask": [1]}], "has the keys 'attention_mask', needs 'input_ids'"),
         ([], "holds no sample"),
     ],
 )
 def test_input_that_cannot_be_used_whole_is_refused(batches, reason):
     with pytest.raises(CalibrationError, match=reason):
         windows_from_ids(batches)
+
+
+def test_labels_are_the_targets_of_an_encoder_decoder_and_ids_alone_are_cut_in_half():
+    batches = [
+        {"input_ids": [[1, 2, 0], [3, 4, 5]], "attention_mask": [[1, 1, 0], [1, 1, 1]], "labels": [[6, 7], [8, -100]]},
+        {"input_ids": torch.tensor([9]), "labels": [1, 2]},
+        [1, 2, 3],
+    ]
+    windows = windows_from_ids(batches, encoder_decoder=True)
+    assert [(window.ids, window.target) for window in windows] == [
+        ((1, 2), (6, 7)),
+        ((3, 4, 5), (8,)),
+        ((9,), (1, 2)),
+        ((1,), (2, 3)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("batch", "reason"),
+    [
+        ({"input_ids": [[1], [2]], "labels": [[3]]}, "2 rows of input_ids but 1 of labels"),
+        ({"input_ids": [[1]], "labels": [[-100]]}, "sample 0, labels is empty: its mask leaves no token"),
+        ({"input_ids": [[1]], "labels": [[1, -100, 2]]}, "sample 0, labels has masked tokens between"),
+        ({"input_ids": [[1, 2]], "labels": [[1]], "attention_mask": [[1]]}, "sample 0 has 2 ids but 1 mask values"),
+    ],
+)
+def test_labels_that_cannot_be_used_whole_are_refused(batch, reason):
+    with pytest.raises(CalibrationError, match=reason):
+        windows_from_ids([batch], encoder_decoder=True)
+
+
+def test_a_mapping_of_other_inputs_is_one_sample():
+    sample = {"input_ids": [[1, 2]], "attention_mask": [[1, 1]], "token_type_ids": [[0, 1]]}
+    first, second = windows_from_ids([[[1], [2]], sample])[1:]
+    assert first.ids == (2,)
+    assert second.place == "calibration sample 2"
+    assert {name: tensor.tolist() for name, tensor in second.tensors.items()} == sample

@@ -9,6 +9,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from hessquant.calibration.builtin import builtin_text
+from hessquant.calibration.model_inputs import model_inputs
 from hessquant.calibration.windows import calibration_record, calibration_windows, evaluation_windows
 from hessquant.errors import CalibrationError, NotEnoughTextError
 from hessquant.records import TokenWindow
@@ -184,3 +185,57 @@ def test_digest_is_over_lengths_and_ids_as_little_endian_words():
     expected = hashlib.sha256(np.array([2, 1, 70000, 1, 3], dtype="<u4").tobytes()).hexdigest()
     assert (record.digest, record.windows, record.tokens, record.tokens_available) == (expected, 2, 3, 5)
     assert calibration_record("python", [TokenWindow((1,)), TokenWindow((70000, 3))], 5).digest != expected
+
+
+def test_digest_covers_targets_and_other_inputs():
+    windows = [TokenWindow((1, 2), (3,)), model_inputs({"b": [[1]], "a": [[0.5, 2]]}, "sample")]
+    values = np.array([0.5, 2], dtype="<f4").tobytes(), np.array([1], dtype="<i8").tobytes()
+    own = b'["a", "torch.float32", [1, 2]]\n' + values[0] + b'["b", "torch.int64", [1, 1]]\n' + values[1]
+    words = np.array([2, 1, 2, 2**32 - 1, 1, 3, 2**32 - 2], dtype="<u4").tobytes()
+    record = calibration_record("python", windows, 5)
+    assert record.digest == hashlib.sha256(words + hashlib.sha256(own).digest()).hexdigest()
+    assert (record.windows, record.tokens) == (2, 4)
+
+
+def calibrate_pairs(source, tokenizer, num_windows, window_length):
+    windows, record = calibration_windows(
+        source,
+        tokenizer,
+        num_windows=num_windows,
+        window_length=window_length,
+        seed=0,
+        allow_fewer=False,
+        encoder_decoder=True,
+    )
+    return [(list(window.ids), list(window.target)) for window in windows], record
+
+
+def test_text_for_an_encoder_decoder_is_cut_in_half_and_pairs_are_as_they_are(tokenizer, write, words):
+    running = write("prose.txt", words(range(1, 24)))
+    assert calibrate_pairs(running, tokenizer, 2, 5)[0] == [([1, 2], [3, 4, 5]), ([6, 7], [8, 9, 10])]
+    # What is left of the first row is one token: the decoder reads its start token, whatever is to follow.
+    rows = [{"text": words(range(1, 7))}, {"source": words([20, 21, 22]), "target": words([30]), "id": 7}]
+    windows, record = calibrate_pairs(write("rows.jsonl", rows), tokenizer, 3, 5)
+    assert windows == [([1, 2], [3, 4, 5]), ([6], [6]), ([20, 21, 22], [30])]
+    assert record.tokens == 11
+
+
+@pytest.mark.parametrize("long", ["source", "target"])
+def test_a_side_longer_than_a_window_is_refused_with_its_line(tokenizer, write, words, long):
+    rows = [{"source": "w1", "target": "w2"}, {"source": "w1", "target": "w2", long: words(range(1, 7))}]
+    with pytest.raises(
+        CalibrationError, match=rf"rows\.jsonl, line 2: its '{long}' has 6 tokens, .* length of 5.*no pair"
+    ):
+        calibrate_pairs(write("rows.jsonl", rows), tokenizer, 2, 5)
+
+
+def test_pairs_for_another_model_are_refused_with_what_to_use_instead(tokenizer, write):
+    path = write("rows.jsonl", [{"source": "w1", "target": "w2"}])
+    with pytest.raises(CalibrationError, match=r"rows\.jsonl, line 1: .*for encoder-decoders.*rows with 'text'"):
+        calibrate(path, tokenizer, 1, 5)
+
+
+def test_images_are_no_text_to_evaluate_on(tokenizer, write):
+    path = write("rows.jsonl", [{"text": "w1", "images": ["a.png"]}])
+    with pytest.raises(CalibrationError, match=r"rows\.jsonl, line 1: has images, and perplexity"):
+        evaluation_windows(path, tokenizer, num_windows=None, window_length=5)

@@ -87,7 +87,7 @@ def test_a_size_that_is_none_is_refused(pipeline, text):
 
 def test_plan_takes_the_options_of_quantize(pipeline):
     assert cli.main(["plan", "m", "--calibration", "text.txt", "--num-windows", "4"]) == 0
-    assert pipeline.asked == {"model": "m", "config": Config(num_windows=4)}
+    assert pipeline.asked == {"model": "m", "config": Config(num_windows=4), "calibration": "text.txt"}
 
 
 def test_evaluate_passes_every_option(pipeline):

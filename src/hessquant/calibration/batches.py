@@ -1,13 +1,16 @@
-"""Token windows -> batches of equal length. There is no padding, so no padded position can enter a Hessian."""
+"""Calibration inputs -> batches. There is no padding, so no padded position can enter a Hessian."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from hessquant.calibration.model_inputs import ModelInputs, positions
 from hessquant.records import TokenWindow
+
+CalibrationInput = TokenWindow | ModelInputs
+"""What one window of the calibration is made of."""
 
 
 @dataclass(frozen=True)
@@ -17,27 +20,51 @@ class Batch:
     Attributes:
         inputs: Arguments of the model's forward pass by name, such as input_ids, int64 [windows, length].
         windows: Index of each window among all.
+        place: Where they stand, for messages; empty for text.
     """
 
     inputs: Mapping[str, Tensor]
     windows: tuple[int, ...]
+    place: str = ""
 
     @property
     def tokens(self) -> int:
         """Positions of the longest input; of text, its tokens."""
-        return max(math.prod(tensor.shape[:2]) for tensor in self.inputs.values())
+        return max(map(positions, self.inputs.values()))
 
 
-def batches_of(windows: Sequence[TokenWindow], tokens_per_batch: int) -> tuple[Batch, ...]:
-    """Gather windows of equal length, in order: batches of at most `tokens_per_batch` tokens, or of one window."""
-    by_length: dict[int, list[int]] = {}
+def batches_of(
+    windows: Sequence[CalibrationInput], tokens_per_batch: int, start_token: int | None = None
+) -> tuple[Batch, ...]:
+    """Gather windows of equal lengths, in order: batches of at most `tokens_per_batch` tokens, or of one window.
+
+    A sample that is more than text is a batch by itself, and comes after all text.
+
+    Args:
+        windows: Calibration inputs.
+        tokens_per_batch: Largest number of tokens, on the longer side of an encoder-decoder.
+        start_token: What an encoder-decoder's target begins with; needed where windows have targets.
+    """
+    by_length: dict[tuple[int, int], list[tuple[int, TokenWindow]]] = {}
+    samples = []
     for index, window in enumerate(windows):
-        by_length.setdefault(len(window.ids), []).append(index)
+        if isinstance(window, ModelInputs):
+            samples.append(Batch(window.tensors, (index,), window.place))
+        else:
+            by_length.setdefault((len(window.ids), len(window.target)), []).append((index, window))
     batches = []
-    for length, members in by_length.items():
-        size = max(1, tokens_per_batch // length)
-        for start in range(0, len(members), size):
-            chosen = tuple(members[start : start + size])
-            ids = torch.tensor([windows[index].ids for index in chosen], dtype=torch.int64)
-            batches.append(Batch({"input_ids": ids}, chosen))
-    return tuple(batches)
+    for lengths, members in by_length.items():
+        size = max(1, tokens_per_batch // max(lengths))
+        for first in range(0, len(members), size):
+            chosen = members[first : first + size]
+            batches.append(Batch(_inputs([window for _, window in chosen], start_token), tuple(i for i, _ in chosen)))
+    return (*batches, *samples)
+
+
+def _inputs(windows: Sequence[TokenWindow], start_token: int | None) -> dict[str, Tensor]:
+    inputs = {"input_ids": torch.tensor([window.ids for window in windows], dtype=torch.int64)}
+    if windows[0].target:
+        # Teacher forcing: at each position the decoder has read all of the target before it, and is to write the next.
+        read = [(start_token, *window.target[:-1]) for window in windows]
+        inputs["decoder_input_ids"] = torch.tensor(read, dtype=torch.int64)
+    return inputs

@@ -21,6 +21,25 @@ from hessquant.models.stand_ins import BlockArguments, BlockCalls, stand_ins
 
 _CANDIDATES = 8
 
+# Of models and of torch. Not every `Exception`: those that end a pass at a stop, and our own, go through.
+_MODEL_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+def run_batch(model: nn.Module, batch: Batch) -> Any:
+    """Run a model on a batch.
+
+    Raises:
+        CaptureError: If its code fails on these inputs; names the first window.
+    """
+    try:
+        return run_model(model, batch.inputs)
+    except _MODEL_ERRORS as error:
+        place = batch.place or f"calibration window {batch.windows[0]}"
+        raise CaptureError(
+            f"{place}: the model fails on {', '.join(batch.inputs)}: {type(error).__name__}: {error}; mend it or "
+            "leave it out"
+        ) from error
+
 
 class BatchRun(Protocol):
     """One batch as it goes through a block, or through the whole model."""
@@ -100,7 +119,7 @@ class WholePass:
 
     def run(self, index: int, block: nn.Module) -> object:
         """Run the model, which is the one block there is."""
-        return run_model(block, self.batch.inputs)
+        return run_batch(block, self.batch)
 
     def advance(self, index: int, block: nn.Module) -> None:
         """Run the model; nothing comes after it."""
@@ -141,7 +160,7 @@ def record_arguments(
             return hidden
 
         with stand_ins(model, blocks, returns_tuple, note), suppress(_PreludeDone), torch.no_grad():
-            run_model(model, batch.inputs)
+            run_batch(model, batch)
         calls.check()
         arguments = tuple(interned.arguments(arguments) for _, arguments in calls.calls)
         states.append(BatchState(keep(calls.calls[0][0]), arguments, batch.windows))

@@ -17,6 +17,7 @@ from hessquant.errors import CalibrationError
 
 Message = Mapping[str, Any]
 
+_IMAGES = b'"images"'
 _ACCEPTED = "'builtin', a .txt file, a .jsonl file, or hub:ID[:CONFIG[:SPLIT[:COLUMN]]]"
 
 
@@ -35,10 +36,19 @@ class RunningText:
 
 @dataclass(frozen=True)
 class Sample:
-    """A text or a conversation that begins a window of its own; `place` says where it stands."""
+    """What begins a window of its own.
+
+    Attributes:
+        place: Where it stands, for messages.
+        content: A text or a conversation; of a pair, the source.
+        target: What an encoder-decoder is to make of it; None where it is no pair.
+        images: Files that belong to it.
+    """
 
     place: str
     content: str | list[Message]
+    target: str | None = None
+    images: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,12 +105,40 @@ def _jsonl_samples(path: Path) -> Iterator[Sample]:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     place = f"{path}, line {number}"
-                    content = _content(_json_object(line, place), place)
-                    if isinstance(content, str) and not content.strip():
-                        raise CalibrationError(f"{place}: the text is empty; remove the line or fill it")
-                    yield Sample(place, content)
+                    yield _sample(_json_object(line, place), place, path.parent)
     except OSError as error:
         raise CalibrationError(f"cannot read {path}: {error}") from error
+
+
+def may_have_images(source: str) -> bool:
+    """Whether a source names images, so that it must be read to know what the model will run on."""
+    path = Path(source)
+    if path.suffix.lower() != ".jsonl" or not path.is_file():
+        return False
+    try:
+        with path.open("rb") as lines:
+            return any(_IMAGES in line for line in lines)
+    except OSError as error:
+        raise CalibrationError(f"cannot read {path}: {error}") from error
+
+
+def _sample(row: Mapping[str, Any], place: str, folder: Path) -> Sample:
+    if {"source", "target"} <= row.keys() and not {"text", "messages"} & row.keys():
+        return Sample(place, _text(row, "source", place), _text(row, "target", place))
+    content = _content(row, place, alternative=", or 'source' and 'target'")
+    if isinstance(content, str) and not content.strip():
+        raise CalibrationError(f"{place}: the text is empty; remove the line or fill it")
+    images = row.get("images") or []
+    if not isinstance(images, list) or not all(isinstance(image, str) and image for image in images):
+        raise CalibrationError(f"{place}: 'images' must be a list of paths, not {images!r:.80}")
+    return Sample(place, content, images=tuple(folder / image for image in images))
+
+
+def _text(row: Mapping[str, Any], column: str, place: str) -> str:
+    text = row[column]
+    if not isinstance(text, str) or not text.strip():
+        raise CalibrationError(f"{place}: {column!r} must be a text that is not empty, not {text!r:.80}")
+    return text
 
 
 def _json_object(line: bytes, place: str) -> dict[str, Any]:
@@ -113,9 +151,11 @@ def _json_object(line: bytes, place: str) -> dict[str, Any]:
     return row
 
 
-def _content(row: Mapping[str, Any], place: str, column: str | None = None) -> str | list[Message]:
+def _content(
+    row: Mapping[str, Any], place: str, column: str | None = None, alternative: str = ""
+) -> str | list[Message]:
     """The text or the conversation in a row: `column` if it is given, else "messages", else "text"."""
-    needed = "'text' or 'messages'" if column is None else repr(column)
+    needed = f"'text' or 'messages'{alternative}" if column is None else repr(column)
     if column is None:
         column = "messages" if "messages" in row else "text"
     if column not in row:

@@ -1,34 +1,68 @@
-"""Token ids from a caller -> token windows, for the Python API."""
+"""Token ids and other inputs from a caller -> calibration inputs, for the Python API."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from hessquant.calibration.batches import CalibrationInput
+from hessquant.calibration.model_inputs import model_inputs
+from hessquant.calibration.samples import halved
 from hessquant.errors import CalibrationError
 from hessquant.records import TokenWindow
 
+_TEXT = {"input_ids", "attention_mask"}
+_LABELS, _NO_LABEL = "labels", -100
 
-def windows_from_ids(batches: Iterable[Any]) -> tuple[TokenWindow, ...]:
-    """Make one window of each row of token ids.
 
-    Padding is stripped by the attention mask, on either side, so padded and unpadded input give the same windows.
-    Nothing is truncated or dropped.
+def windows_from_ids(batches: Iterable[Any], *, encoder_decoder: bool = False) -> tuple[CalibrationInput, ...]:
+    """Make one window of each row of token ids, and one sample of each mapping of other inputs.
+
+    Padding of ids is stripped by the attention mask, on either side, so padded and unpadded input give the same
+    windows. Nothing is truncated or dropped. Other inputs are taken exactly as they are, one forward pass each.
 
     Args:
-        batches: Each item is a list of ids, a list of rows of ids, a 1-D or 2-D tensor or array, or a mapping with
-            `input_ids` and optionally `attention_mask` of any of these kinds.
+        batches: Each item is a list of ids, a list of rows of ids, a 1-D or 2-D tensor or array; a mapping with
+            `input_ids` and optionally `attention_mask` of any of these kinds and, for an encoder-decoder, `labels`, of
+            which -100 at the ends is padding; or a mapping of other inputs of the model's forward pass by name, each
+            with a batch dimension.
+        encoder_decoder: Whether the model is one: ids without labels are cut in half, into a source and a target.
 
     Raises:
         CalibrationError: If an item is something else, a row is empty or all padding, a mask does not fit its row or
-            has a hole, or there is no row at all. The message counts rows from 0, over all batches.
+            has a hole, other inputs are masked at all, or there is no row. The message counts rows and samples from 0,
+            over all batches.
     """
-    windows = tuple(
-        TokenWindow(_unpadded(ids, mask, f"calibration sample {index}"))
-        for index, (ids, mask) in enumerate(itertools.chain.from_iterable(map(_rows, batches)))
-    )
+    windows: list[CalibrationInput] = []
+    for batch in batches:
+        others = set(batch) - _TEXT if isinstance(batch, Mapping) else set()
+        if encoder_decoder and others == {_LABELS} and "input_ids" in batch:
+            windows += _pairs(batch, len(windows))
+        elif others:
+            windows.append(model_inputs(batch, f"calibration sample {len(windows)}"))
+        else:
+            made = _windows(batch, len(windows))
+            windows += map(halved, made) if encoder_decoder else made
     if not windows:
         raise CalibrationError("the calibration input holds no sample")
-    return windows
+    return tuple(windows)
+
+
+def _windows(batch: Any, first: int, what: str = "") -> list[TokenWindow]:
+    return [
+        TokenWindow(_unpadded(ids, mask, f"calibration sample {index}{what}"))
+        for index, (ids, mask) in enumerate(_rows(batch), start=first)
+    ]
+
+
+def _pairs(batch: Mapping[str, Any], first: int) -> list[TokenWindow]:
+    """Sources and targets. A target is padded with what is no token, as the loss of training wants it."""
+    sources = _windows({name: batch[name] for name in _TEXT & batch.keys()}, first)
+    labels = _as_rows(batch[_LABELS])
+    masks = [[int(label != _NO_LABEL) for label in row] for row in labels]
+    targets = _windows({"input_ids": labels, "attention_mask": masks}, first, ", labels")
+    if len(sources) != len(targets):
+        raise CalibrationError(f"a calibration batch has {len(sources)} rows of input_ids but {len(targets)} of labels")
+    return [TokenWindow(source.ids, target.ids) for source, target in zip(sources, targets, strict=True)]
 
 
 def _rows(batch: Any) -> Iterator[tuple[list[Any], list[Any] | None]]:

@@ -6,24 +6,38 @@ tokenizer begins a text with a special token, a running text has it once, a samp
 
 import hashlib
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from hessquant.calibration.sources import Message, RunningText, Sample, Samples, Source, open_source
+from hessquant.calibration.batches import CalibrationInput
+from hessquant.calibration.model_inputs import IDS, ModelInputs
+from hessquant.calibration.samples import Reader
+from hessquant.calibration.sources import RunningText, Samples, Source, open_source
 from hessquant.errors import CalibrationError, NotEnoughTextError
 from hessquant.records import CalibrationRecord, TokenWindow
 
+# Where the digest goes on with something else than a window's length; no window is that long.
+_TARGET, _SAMPLE = 2**32 - 1, 2**32 - 2
 _CHARACTERS_PER_TOKEN = 4  # first guess of how much running text to read; wrong guesses cost time only
 
 
 def calibration_windows(
-    source: str, tokenizer: Any, *, num_windows: int, window_length: int, seed: int, allow_fewer: bool
-) -> tuple[tuple[TokenWindow, ...], CalibrationRecord]:
+    source: str,
+    tokenizer: Any,
+    *,
+    num_windows: int,
+    window_length: int,
+    seed: int,
+    allow_fewer: bool,
+    encoder_decoder: bool = False,
+    load_processor: Callable[[], Any] | None = None,
+) -> tuple[tuple[CalibrationInput, ...], CalibrationRecord]:
     """Take the first windows of a text.
 
     A running text (built in, a .txt file, text rows of a hub data set) is cut into full windows in order. A sample (a
     row of a .jsonl file, a conversation) begins its own window and is never truncated: one longer than a window
-    goes on in the next, and its last window may be short.
+    goes on in the next, and its last window may be short. For an encoder-decoder each of these is cut in half, into a
+    source and a target; a pair (a row of a .jsonl file) is one window, and so is a row with images.
 
     Args:
         source: As `sources.open_source` takes it.
@@ -32,6 +46,8 @@ def calibration_windows(
         window_length: Tokens per window.
         seed: Order of the built-in documents. No global random state is read or changed.
         allow_fewer: Take the windows there are when the text has fewer; one short window if none is full.
+        encoder_decoder: Whether the model is one.
+        load_processor: Gives the model's processor, for rows with images.
 
     Returns:
         The windows, and a record whose `tokens_available` counts the tokens of all text that was read; samples and
@@ -42,7 +58,8 @@ def calibration_windows(
         NotEnoughTextError: If there are fewer windows than asked for and `allow_fewer` is false.
     """
     text = open_source(source, "calibration", seed)
-    windows, available = _cut(text, tokenizer, num_windows, window_length, take_short=allow_fewer)
+    reader = Reader(tokenizer, window_length, encoder_decoder, load_processor)
+    windows, available = _cut(text, reader, num_windows, take_short=allow_fewer)
     if not available:
         raise CalibrationError(f"{text.name} holds no token")
     if len(windows) < num_windows and not allow_fewer:
@@ -69,98 +86,110 @@ def evaluation_windows(
         NotEnoughTextError: If there are fewer windows than asked for, or none.
     """
     text = open_source("builtin" if source is None else source, "held-out")
-    windows, available = _cut(text, tokenizer, num_windows, window_length, take_short=False)
+    made, available = _cut(text, Reader(tokenizer, window_length), num_windows, take_short=False)
+    windows = tuple(window for window in made if isinstance(window, TokenWindow))
     if len(windows) < (num_windows or 1):
         raise NotEnoughTextError(
             f"{_amount(text, available, windows, window_length)}, fewer than the {num_windows or 1} needed; "
             "give more text, or a smaller --num-windows or --window-length"
         )
-    return tuple(windows)
+    return windows
 
 
-def refuse_unfit(windows: Sequence[TokenWindow], *, context: int | None, vocabulary: int) -> None:
+def refuse_unfit(windows: Sequence[CalibrationInput], *, context: int | None, vocabulary: int | None) -> None:
     """Refuse windows that the model was not made for.
 
     Args:
-        windows: Token windows.
+        windows: Calibration inputs.
         context: Positions that the model knows; None = no limit.
-        vocabulary: Number of token ids.
+        vocabulary: Number of token ids; None = not known.
 
     Raises:
         CalibrationError: If a window is longer than the context, or a token id is outside the vocabulary.
     """
     for index, window in enumerate(windows):
-        if context is not None and len(window.ids) > context:
-            raise CalibrationError(
-                f"window {index} has {len(window.ids)} tokens, but the model's context is {context}; "
-                f"take --window-length {context} or less"
-            )
-        strange = next((token for token in window.ids if not 0 <= token < vocabulary), None)
+        place, rows = _rows_of(window, index)
+        longest = max(map(len, rows), default=0)
+        if context is not None and longest > context:
+            what = f"take --window-length {context} or less" if isinstance(window, TokenWindow) else "give shorter ones"
+            raise CalibrationError(f"{place} has {longest} tokens, but the model's context is {context}; {what}")
+        known = range(max(map(max, rows), default=0) + 1 if vocabulary is None else vocabulary)
+        strange = next((token for row in rows for token in row if token not in known), None)
         if strange is not None:
             raise CalibrationError(
-                f"window {index} holds token id {strange}, but the model's vocabulary is {vocabulary}; "
+                f"{place} holds token id {strange}, but the model's vocabulary is {len(known)}; "
                 "use the tokenizer that belongs to the model"
             )
 
 
-def calibration_record(source: str, windows: Sequence[TokenWindow], tokens_available: int) -> CalibrationRecord:
+def _rows_of(window: CalibrationInput, index: int) -> tuple[str, list[Sequence[int]]]:
+    """The rows of token ids in it, and how it is called."""
+    if isinstance(window, TokenWindow):
+        return f"window {index}", [window.ids, *([window.target] if window.target else [])]
+    ids = (window.tensors.get(name) for name in IDS)
+    rows = [tensor.reshape(-1, tensor.shape[-1]).tolist() for tensor in ids if tensor is not None]
+    return window.place, [row for some in rows for row in some]
+
+
+def calibration_record(source: str, windows: Sequence[CalibrationInput], tokens_available: int) -> CalibrationRecord:
     """Describe the windows.
 
     The digest is SHA-256 over, for each window in order, its length and then its ids, all as little-endian 32-bit
-    unsigned integers.
+    unsigned integers. A target follows as 2^32 - 1, its length and its ids. A sample that is more than token ids is
+    2^32 - 2 and the 32 bytes of its own digest, which is over names, dtypes, shapes and bytes (`ModelInputs.digest`).
     """
     digest = hashlib.sha256()
     for window in windows:
+        if isinstance(window, ModelInputs):
+            digest.update(struct.pack("<I", _SAMPLE) + window.digest())
+            continue
         digest.update(struct.pack(f"<{len(window.ids) + 1}I", len(window.ids), *window.ids))
-    tokens = sum(len(window.ids) for window in windows)
+        if window.target:
+            digest.update(struct.pack(f"<{len(window.target) + 2}I", _TARGET, len(window.target), *window.target))
+    tokens = sum(window.tokens for window in windows)
     return CalibrationRecord(source, len(windows), tokens, tokens_available, digest.hexdigest())
 
 
-def _amount(text: Source, tokens: int, windows: Sequence[TokenWindow], window_length: int) -> str:
+def _amount(text: Source, tokens: int, windows: Sequence[CalibrationInput], window_length: int) -> str:
     kind = "full windows of" if isinstance(text, RunningText) else "windows of up to"
     return f"{text.name} has {tokens} tokens, which make {len(windows)} {kind} {window_length} tokens"
 
 
 def _cut(
-    text: Source, tokenizer: Any, num_windows: int | None, window_length: int, *, take_short: bool
-) -> tuple[list[TokenWindow], int]:
+    text: Source, reader: Reader, num_windows: int | None, *, take_short: bool
+) -> tuple[list[CalibrationInput], int]:
     """Windows and the number of tokens read; `take_short` = one short window of a running text that has no full one."""
     if isinstance(text, Samples):
-        return _cut_samples(text, tokenizer, num_windows, window_length)
-    ids = _running_ids(text, tokenizer, None if num_windows is None else num_windows * window_length)
-    count = len(ids) // window_length
+        return _cut_samples(text, reader, num_windows)
+    length = reader.window_length
+    ids = _running_ids(text, reader, None if num_windows is None else num_windows * length)
+    count = len(ids) // length
     if num_windows is not None:
         count = min(count, num_windows)
-    kept = len(ids) if take_short and count == 0 else count * window_length
-    return _split(ids[:kept], window_length), len(ids)
+    kept = len(ids) if take_short and count == 0 else count * length
+    return list(reader.windows(ids[:kept])), len(ids)
 
 
-def _cut_samples(
-    text: Samples, tokenizer: Any, num_windows: int | None, window_length: int
-) -> tuple[list[TokenWindow], int]:
-    windows: list[TokenWindow] = []
+def _cut_samples(text: Samples, reader: Reader, num_windows: int | None) -> tuple[list[CalibrationInput], int]:
+    windows: list[CalibrationInput] = []
     available = 0
     for sample in text.samples:
-        ids = _sample_ids(sample, tokenizer)
-        available += len(ids)
-        windows += _split(ids, window_length)
+        made = reader.inputs(sample)
+        available += sum(window.tokens for window in made)
+        windows += made
         if num_windows is not None and len(windows) >= num_windows:
             return windows[:num_windows], available
     return windows, available
 
 
-def _split(ids: list[int], window_length: int) -> list[TokenWindow]:
-    return [TokenWindow(tuple(ids[start : start + window_length])) for start in range(0, len(ids), window_length)]
-
-
-def _running_ids(text: RunningText, tokenizer: Any, needed: int | None) -> list[int]:
+def _running_ids(text: RunningText, reader: Reader, needed: int | None) -> list[int]:
     """Tokens of the joined documents, of as many as give `needed` tokens (None = all).
 
     Tokenizers may merge across a join, so the text read is always tokenized as one.
     """
     documents = iter(text.documents)
     if needed is None:
-        return _tokenize("\n\n".join(documents), tokenizer)
+        return reader.tokenize("\n\n".join(documents))
     read: list[str] = []
     ids: list[int] = []
     wanted = _CHARACTERS_PER_TOKEN * needed
@@ -169,7 +198,7 @@ def _running_ids(text: RunningText, tokenizer: Any, needed: int | None) -> list[
         if not more:
             break
         read += more
-        ids = _tokenize("\n\n".join(read), tokenizer)
+        ids = reader.tokenize("\n\n".join(read))
         wanted = sum(map(len, read))
     return ids
 
@@ -181,32 +210,3 @@ def _take(documents: Iterator[str], characters: int) -> Iterator[str]:
         characters -= len(document)
         if characters <= 0:
             return
-
-
-def _tokenize(text: str, tokenizer: Any) -> list[int]:
-    # verbose=False: a text longer than the model's context is meant, since it is cut afterwards.
-    return list(tokenizer(text, verbose=False)["input_ids"])
-
-
-def _sample_ids(sample: Sample, tokenizer: Any) -> list[int]:
-    content = sample.content
-    ids = _tokenize(content, tokenizer) if isinstance(content, str) else _render(content, sample.place, tokenizer)
-    if not ids:
-        raise CalibrationError(f"{sample.place}: holds no token")
-    return ids
-
-
-def _render(messages: list[Message], place: str, tokenizer: Any) -> list[int]:
-    if not getattr(tokenizer, "chat_template", None):
-        raise CalibrationError(
-            f"{place}: has 'messages', but the tokenizer has no chat template; "
-            "use a model with one, or rows with 'text'"
-        )
-    # A template is a program that comes with the model; what it raises on messages it does not like is its own.
-    try:
-        ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
-    except Exception as error:
-        raise CalibrationError(
-            f"{place}: the chat template fails on these messages: {type(error).__name__}: {error}"
-        ) from error
-    return list(ids)

@@ -85,6 +85,12 @@ def _named_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     return None
 
 
+def predicts_next_token(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> bool:
+    """Whether the class that `from_config` takes continues a text, so that it gives logits of each next token."""
+    named = None if trust_remote_code and hasattr(config, "auto_map") else _named_class(config)
+    return not config.is_encoder_decoder and (named is None or bool(named.can_generate()))
+
+
 def _stop_caching(config: PreTrainedConfig) -> None:
     for value in (config, *vars(config).values()):
         if isinstance(value, PreTrainedConfig) and hasattr(value, "use_cache"):

@@ -193,7 +193,7 @@ def _run(model: PreTrainedModel, inputs: Mapping[str, Tensor], name: str) -> Non
     except Exception as error:  # the model's code may raise anything
         raise PlanError(
             f"{name}: {type(model).__name__} cannot be planned: a forward pass with {', '.join(inputs)} fails with "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {error}; if it takes other inputs, calibrate on samples of those"
         ) from error
 
 

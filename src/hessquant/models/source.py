@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from hessquant.errors import SourceError
 from hessquant.models.gguf import converted
@@ -130,6 +130,27 @@ def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> P
             f"{source.name}: no tokenizer can be made of the files in its directory: {reason(error)}"
         ) from error
     return tokenizer
+
+
+def load_processor(source: ModelSource, *, trust_remote_code: bool = False) -> Any:
+    """What turns text and images into the model's inputs.
+
+    Raises:
+        SourceError: If there is none for images, or it cannot be read, or asks for code that is not trusted.
+    """
+    try:
+        with quiet():
+            processor = AutoProcessor.from_pretrained(  # type: ignore[no-untyped-call]
+                source.directory, trust_remote_code=trust_remote_code, local_files_only=True
+            )
+    except LIBRARY_ERRORS as error:
+        raise SourceError(
+            f"{source.name}: no processor can be made of the files in its directory: {reason(error)}"
+        ) from error
+    # Where a directory has a tokenizer alone, the library gives that.
+    if not hasattr(processor, "image_processor"):
+        raise SourceError(f"{source.name}: no processor for images is in its directory")
+    return processor
 
 
 def _refuse_counts(described: Any) -> None:

@@ -1,6 +1,8 @@
 """The order of the stages, and nothing else: plan, quantize, export, evaluate, inspect."""
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from hessquant.checkpoint.gguf_inspect import inspect_gguf
 from hessquant.checkpoint.inspect import inspect_checkpoint
@@ -11,14 +13,21 @@ from hessquant.pipeline.evaluating import evaluate
 from hessquant.pipeline.exporting import export
 from hessquant.pipeline.publishing import refuse_form
 from hessquant.pipeline.quantizing import quantize
+from hessquant.pipeline.windows import Calibration
 from hessquant.planning import plan as planning
 from hessquant.records import Inspection, Plan
 
 __all__ = ["evaluate", "export", "inspect", "make_plan", "quantize"]
 
 
-def make_plan(model: str, config: Config | None = None) -> Plan:
+def make_plan(model: str, config: Config | None = None, *, calibration: str | Iterable[Any] = "builtin") -> Plan:
     """Decide what quantizing `model` would do, without reading a weight.
+
+    Args:
+        model: As `quantize` takes it.
+        config: Settings.
+        calibration: As `quantize` takes it; only samples that are more than text decide anything, and a text is not
+            read.
 
     Raises:
         RefusedError: If it would be refused; the subclass and the message say why.
@@ -26,7 +35,8 @@ def make_plan(model: str, config: Config | None = None) -> Plan:
     config = config or Config()
     source = resolve(model, trust_remote_code=config.trust_remote_code)
     with CheckpointReader(source.directory) as reader:
-        plan = planning.make_plan(source, reader.tensors, config)
+        sample = Calibration(source, calibration, config).sample
+        plan = planning.make_plan(source, reader.tensors, config, inputs=sample)
         refuse_form(config, reader, source.directory, plan)
         return plan
 

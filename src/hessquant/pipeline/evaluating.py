@@ -5,13 +5,15 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hessquant.calibration.windows import evaluation_windows
 from hessquant.checkpoint.decode import decoded_state, quantization_of
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.unpacked import UnpackedCheckpoint
+from hessquant.errors import SourceError
 from hessquant.evaluate.evaluation import evaluate_model
+from hessquant.models.library import predicts_next_token
 from hessquant.models.load import build
 from hessquant.models.probe import Probe, probe
 from hessquant.models.source import ModelSource, load_config, load_tokenizer, resolve
@@ -46,9 +48,12 @@ def evaluate(
     """
     source = resolve(model, trust_remote_code=trust_remote_code)
     base = None if against is None else resolve(against, trust_remote_code=trust_remote_code)
+    described = _refuse_without_logits(source, trust_remote_code)
+    if base is not None:
+        _refuse_without_logits(base, trust_remote_code)
     tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
     windows = evaluation_windows(text, tokenizer, num_windows=num_windows, window_length=window_length)
-    refuse_unfit_windows(windows, source, trust_remote_code)
+    refuse_unfit_windows(windows, described)
     return evaluate_model(
         load_model(source, trust_remote_code),
         windows,
@@ -61,8 +66,27 @@ def evaluate(
     )
 
 
-def load_model(source: ModelSource, trust_remote_code: bool) -> PreTrainedModel:
+def _refuse_without_logits(source: ModelSource, trust_remote_code: bool) -> PreTrainedConfig:
+    described = load_config(source, trust_remote_code=trust_remote_code)
+    if not predicts_next_token(described, trust_remote_code=trust_remote_code):
+        kind = "an encoder-decoder" if described.is_encoder_decoder else "no model that continues a text"
+        name = next(iter(described.architectures or ()), type(described).__name__)
+        raise SourceError(
+            f"{source.name}: {name} is {kind}, so it has no perplexity to measure; the quantization report "
+            "(hessquant-report.json) has the error of each of its layers"
+        )
+    return described
+
+
+def load_model(
+    source: ModelSource, trust_remote_code: bool, inputs: Mapping[str, Tensor] | None = None
+) -> PreTrainedModel:
     """The whole model in float32, decoded if it is quantized.
+
+    Args:
+        source: The model.
+        trust_remote_code: Allow code that comes with the model to run.
+        inputs: Of its forward pass, for a model that takes more than text.
 
     Raises:
         SourceError: If it cannot be built.
@@ -74,7 +98,7 @@ def load_model(source: ModelSource, trust_remote_code: bool) -> PreTrainedModel:
         else:
             names = UnpackedCheckpoint(reader).tensors
             model_config = load_config(source, trust_remote_code=trust_remote_code)
-            seen = probe(source, model_config, names, trust_remote_code=trust_remote_code)
+            seen = probe(source, model_config, names, inputs=inputs, trust_remote_code=trust_remote_code)
             transposed = {product.name for product in seen.products if product.transposed}
             state = _restacked(decoded_state(reader, transposed=transposed), seen)
     return build(source, state, trust_remote_code=trust_remote_code)

@@ -12,7 +12,6 @@ import torch
 import transformers
 
 from hessquant import __version__
-from hessquant.calibration.batches import batches_of
 from hessquant.checkpoint.audit import audit
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.writer import RUN_MARK, refuse_output, refuse_sidecars
@@ -24,7 +23,7 @@ from hessquant.models.stream import StreamedModel
 from hessquant.pipeline.blocks import Outcome, quantize_blocks
 from hessquant.pipeline.progress import SILENT
 from hessquant.pipeline.publishing import REPORTS, digest, is_complete, refuse_form, report_in, write_verified
-from hessquant.pipeline.windows import windows_for
+from hessquant.pipeline.windows import Calibration
 from hessquant.planning import plan as planning
 from hessquant.planning.size import TOKENS_PER_BATCH
 from hessquant.records import CalibrationRecord, Plan, Progress, RunReport
@@ -59,7 +58,10 @@ def quantize(
         model: A directory, a hub id, a `file.gguf`, or "demo".
         out: Directory to write; absent, empty, or begun by this very run.
         config: Settings; the defaults are 4 bits, symmetric.
-        calibration: "builtin", a .txt or .jsonl file, `hub:ID`, or token ids as `windows_from_ids` takes them.
+        calibration: "builtin", a .txt or .jsonl file, `hub:ID`; or items, each token ids (with the attention mask of
+            their padding) or, under any names that the model's forward pass takes, the inputs of one pass as tensors,
+            arrays or lists with a batch dimension and without padding. An encoder-decoder may have `input_ids` with
+            `labels`.
         run_dir: Directory for finished blocks; None = `out` with ".run" at the end.
         keep_run: Leave it there when the run has ended well.
         progress: Told of every stage and every weight.
@@ -77,7 +79,8 @@ def quantize(
     map_large_blocks()
     source = resolve(model, trust_remote_code=config.trust_remote_code)
     with CheckpointReader(source.directory) as reader:
-        plan = planning.make_plan(source, reader.tensors, config)
+        inputs = Calibration(source, calibration, config)
+        plan = planning.make_plan(source, reader.tensors, config, inputs=inputs.sample)
         refuse_form(config, reader, source.directory, plan)
         if on_plan is not None:
             on_plan(plan)
@@ -85,7 +88,7 @@ def quantize(
         if finished is None:
             refuse_output(out, None, 0)
         refuse_sidecars(source.directory, out, REPORTS)
-        windows, calibrated = windows_for(source, calibration, config)
+        batches, calibrated = inputs.batches(TOKENS_PER_BATCH), inputs.record
         streamed = StreamedModel(source, reader.tensors, reader.read, trust_remote_code=config.trust_remote_code)
         with RunStore(Path(run_dir) if run_dir else out.with_name(f"{out.name}.run"), keep=keep_run) as store:
             identity = _identity(plan, config, calibrated, audit(reader, progress))
@@ -97,7 +100,7 @@ def quantize(
             # While a shard is replaced by its like, both are there.
             needed = _bytes_to_write(plan) - held_bytes(out) - held_bytes(store.directory)
             refuse_output(out, run, needed + min(held_bytes(out), config.shard_bytes))
-            outcome = quantize_blocks(streamed, plan, batches_of(windows, TOKENS_PER_BATCH), config, store, progress)
+            outcome = quantize_blocks(streamed, plan, batches, config, store, progress)
             quantized = store.weights(plan.targets)
             written = write_verified(
                 out,

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from hessquant.config import Config
@@ -28,13 +29,20 @@ _WAY_OUT = (
 )
 
 
-def make_plan(source: ModelSource, tensors: Mapping[str, TensorInfo], config: Config) -> Plan:
+def make_plan(
+    source: ModelSource,
+    tensors: Mapping[str, TensorInfo],
+    config: Config,
+    *,
+    inputs: Mapping[str, Tensor] | None = None,
+) -> Plan:
     """Decide everything that can be decided before a weight is read, and refuse what cannot work.
 
     Args:
         source: The model.
         tensors: Its checkpoint's tensors by name.
         config: The settings.
+        inputs: What the model will run on, where it is more than text: the parts that see it are planned too.
 
     Raises:
         SourceError: If the model is quantized already, or its tensors disagree with its config.
@@ -45,7 +53,7 @@ def make_plan(source: ModelSource, tensors: Mapping[str, TensorInfo], config: Co
     """
     model_config = load_config(source, trust_remote_code=config.trust_remote_code)
     _refuse_quantized(source, model_config)
-    seen = probe(source, model_config, tensors, trust_remote_code=config.trust_remote_code)
+    seen = probe(source, model_config, tensors, inputs=inputs, trust_remote_code=config.trust_remote_code)
     _check_stored(source, tensors, seen)
     chosen, reasons = select_targets(seen, tensors, config)
     group_size, settings = assign_settings(chosen, seen.blocks, known_names(seen, tensors), config)
