@@ -90,8 +90,8 @@ def cover(family: str | Other, folder: Path) -> Row:
     _check_accounted(plan, seen)
     _check_weights(folder, plan, model)
     assert row.ratio < 1, f"the loss is {row.ratio:.3f} of round-to-nearest's"
-    loaded = load_model(resolve(str(folder / "out")), False)
     inputs = _inputs(config, other, 1)
+    loaded = load_model(resolve(str(folder / "out")), False, None if other is None else inputs)
     # `model` holds what our decoder made of each matrix, put where it was.
     expected, found = _output(model, inputs), _output(loaded, inputs)
     error = float((found - expected).norm() / expected.norm())
@@ -107,7 +107,7 @@ def _inputs(config: object, other: Other | None, seed: int) -> dict[str, Tensor]
 
 
 def _calibration(config: object, other: Other | None) -> list[object]:
-    if other is None or set(other.inputs(config)) == {"input_ids"}:
+    if other is None or set(other.inputs(config)) <= {"input_ids", "decoder_input_ids"}:
         return [_tokens(24, 32, 2)]
     return [other.inputs(config)]
 

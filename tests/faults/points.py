@@ -95,7 +95,7 @@ def install(points, directories, source):
         (publishing, "complete", "complete", "completed", None),
         (blocks, "record_arguments", "record", "recorded", None),
         (blocks, "replay_block", "replay", "replayed", lambda block, index, batches: index),
-        (collect.Collector, "add", "collect", "collected", lambda self, stop, *_: stop.leader),
+        (collect.Collector, "collect", "collect", "collected", lambda self, stop, *_: stop.leader),
         (solve.TargetSolver, "solve", "solve", "solved", lambda self, parameters, members, statistics: members[0]),
         (gptq, "sweep", "sweep", "swept", None),
         (activations.ActivationStore, "keep", "keep", "kept", None),

@@ -228,7 +228,10 @@ DAMAGED_CONFIGS = {
     ),
     "it has no architecture": (change_json(CONFIG, model_type=...), r"config\.json cannot be used"),
     "its architecture is a list": (change_json(CONFIG, model_type=["llama"]), r"config\.json cannot be used"),
-    "its architecture makes no text": (change_json(CONFIG, model_type="vit"), "no causal language model"),
+    "its architecture makes no text": (
+        change_json(CONFIG, model_type="vit"),
+        "no model can be built",
+    ),
     "a count is text": (change_json(CONFIG, vocab_size="97"), r"config\.json cannot be used.*vocab_size"),
     "a count is nothing": (change_json(CONFIG, hidden_size=None), r"config\.json cannot be used.*hidden_size"),
     "a count is 0": (change_json(CONFIG, num_attention_heads=0), r"config\.json cannot be used"),

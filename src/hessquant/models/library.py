@@ -77,11 +77,12 @@ def from_config(config: PreTrainedConfig, *, trust_remote_code: bool = False) ->
 
 
 def _named_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """The class that `architectures` names; None if it names none that transformers has."""
+    """The class that `architectures` names; None if it names none that transformers has for such a config."""
     match getattr(config, "architectures", None):
         case [str(name), *_]:
             found = getattr(transformers, name, None)
-            return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else None
+            fits = isinstance(found, type) and issubclass(found, PreTrainedModel)
+            return found if fits and isinstance(config, found.config_class or ()) else None
     return None
 
 

@@ -73,6 +73,12 @@ def _findings(rule: Rule, targets: Sequence[Target], blocks: Sequence[str]) -> I
         for reason in _uneven_sets(targets):
             yield _Finding("no", reason, basis)
     yield from _mixtures(rule, targets)
+    yield from _unusual(rule, targets, blocks)
+    yield _Finding(rule.fits, _praise(rule, targets), basis)
+
+
+def _unusual(rule: Rule, targets: Sequence[Target], blocks: Sequence[str]) -> Iterator[_Finding]:
+    """What is known of weights that most models do not have, or that are mostly left alone."""
     if any(target.transposed for target in targets):
         yield _Finding("unknown", "never tried with Conv1D weights", "not run")
     if any(target.part_of for target in targets):
@@ -84,7 +90,6 @@ def _findings(rule: Rule, targets: Sequence[Target], blocks: Sequence[str]) -> I
             yield _Finding("unknown", "never tried with a quantized head", "not run")
         elif rule.head.opens == "no":
             yield _Finding("no", rule.head.why, rule.head.evidence.basis)
-    yield _Finding(rule.fits, _praise(rule, targets), basis)
 
 
 def _praise(rule: Rule, targets: Sequence[Target]) -> str:
