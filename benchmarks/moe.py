@@ -1,14 +1,16 @@
-"""What pooling experts' Hessians is worth: perplexity of a small mixture of experts, trained here on the built-in text.
+"""What pooling experts' Hessians is worth: a small mixture of experts, trained here on the built-in text.
 
-    python benchmarks/moe.py                              # trains for about 5 minutes once, then some 20 minutes
-    python benchmarks/moe.py --bits 3 --windows 8 --variants rtn routed all
+    python benchmarks/moe.py                              # trains for about 5 minutes once, then some 10 minutes
+    python benchmarks/moe.py --bits 3 --windows 2 --variants rtn routed all
 
 The model: 3 layers of width 128, 16 experts of width 128 of which a token takes 2, and a byte-level BPE of 1024 tokens
 that is made from the same text. It is trained on the calibration part of the built-in text and kept in the work
-directory; perplexity is taken on the held-out part. Calibration windows are other ones with every seed (the documents
-are shuffled), and each figure is a mean over the seeds, with the standard deviation of what the seeds gave.
-"Prior" is the number of tokens per input that the inputs of all experts count for in an expert's Hessian
-(`PRIOR_TOKENS_PER_COLUMN`, "routed" is the one that Hessquant has); with 0 an expert has its own Hessian alone.
+directory; perplexity, and KL divergence from the original in thousandths of a nat, are taken on the held-out part.
+Calibration windows are other ones with every seed (the documents are shuffled), and each figure is the mean over the
+seeds with their standard deviation. "Prior" is the number of tokens per input that the inputs of all experts count for
+in an expert's Hessian (`PRIOR_TOKENS_PER_COLUMN`; "routed" is the one that Hessquant has); with 0 an expert has its own
+Hessian alone. Tokens per expert are least / median / most over the experts' weights, as the report of the first seed's
+run has them, and "degraded" is the share of experts' weights that this report names so.
 """
 
 import argparse
@@ -27,16 +29,16 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3MoeConfig,
 
 import environments
 import hessquant
-import perplexity
 from hessquant.calibration.builtin import builtin_text
 from hessquant.core import experts
+from hessquant.evaluate.comparison import Contrast, compare
 from hessquant.models.source import resolve
 from hessquant.pipeline.evaluating import load_model
-from hessquant.records import RunReport
+from hessquant.records import RunReport, TokenWindow
 from rounding import rounded
 
 VOCABULARY, LENGTH, GROUP_SIZE = 1024, 256, 32
-PRIORS = {"prior 0": 0.0, "prior 0.25": 0.25, "prior 0.5": 0.5, "prior 1": 1.0, "prior 2": 2.0}
+PRIORS = {"prior 0": 0.0, "prior 0.25": 0.25, "prior 1": 1.0, "prior 2": 2.0}
 VARIANTS = ("rtn", "routed", "all", *PRIORS)
 MODEL = {
     "vocab_size": VOCABULARY,
@@ -97,11 +99,12 @@ def train(model: Qwen3MoeForCausalLM, ids: Tensor, steps: int, batch: int) -> Qw
     return model.eval()
 
 
-def held_out(model: Path, count: int) -> Tensor:
-    """Token windows of the held-out text, int64 [count, LENGTH], spread over all of it."""
+def held_out(model: Path, count: int) -> list[TokenWindow]:
+    """Token windows of the held-out text, spread over all of it."""
     ids = AutoTokenizer.from_pretrained(model)(builtin_text("held-out"), verbose=False)["input_ids"]
-    windows = torch.tensor(ids[: len(ids) // LENGTH * LENGTH]).view(-1, LENGTH)
-    return windows[torch.linspace(0, len(windows) - 1, min(count, len(windows))).long()]
+    available = len(ids) // LENGTH
+    starts = [LENGTH * (index * available // count) for index in range(count)]
+    return [TokenWindow(tuple(ids[start : start + LENGTH])) for start in starts]
 
 
 def quantized(model: Path, out: Path, bits: int, windows: int, seed: int, variant: str):
@@ -140,40 +143,54 @@ def of_experts(report: RunReport) -> dict[str, float]:
     }
 
 
-def measure(arguments: argparse.Namespace, model: Path, evaluation: Tensor) -> Iterator[dict]:
+def measure(arguments: argparse.Namespace, model: Path) -> Iterator[dict]:
     """One row per variant, width and number of calibration windows; each with a figure per seed."""
+    evaluation = held_out(model, arguments.evaluation_windows)
+    original = load_model(resolve(str(model)), trust_remote_code=False)
     for bits in arguments.bits:
         if "rtn" in arguments.variants:
             config = hessquant.Config(bits=bits, group_size=GROUP_SIZE)
-            yield {"bits": bits, "variant": "rtn", "ppl": [perplexity.perplexity(rounded(model, config), evaluation)]}
+            contrasts = [compare(rounded(model, config), original, evaluation)]
+            yield {"bits": bits, "variant": "rtn", **figures(contrasts)}
         for windows in arguments.windows:
             for variant in [name for name in arguments.variants if name != "rtn"]:
-                values, seen = [], {}
+                contrasts, seen = [], {}
                 for seed in range(arguments.seeds):
                     built, report = quantized(model, arguments.work / "moe-out", bits, windows, seed, variant)
-                    values.append(perplexity.perplexity(built, evaluation))
+                    contrasts.append(compare(built, original, evaluation))
                     seen = seen or of_experts(report)
-                yield {"bits": bits, "windows": windows, "variant": variant, "ppl": values, **seen}
+                yield {"bits": bits, "windows": windows, "variant": variant, **figures(contrasts), **seen}
+
+
+def figures(contrasts: list[Contrast]) -> dict[str, list[float] | float]:
+    """Perplexities and divergences in millinats, one per seed."""
+    return {
+        "original": contrasts[0].base.perplexity,
+        "perplexity": [contrast.model.perplexity for contrast in contrasts],
+        "divergence": [1000 * contrast.kl_divergence for contrast in contrasts],
+    }
 
 
 def line(row: dict) -> str:
     """One line of the table."""
-    values = row["ppl"]
-    spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-    shown = f"| {row['bits']} | {row.get('windows', '')} | {row['variant']} | {statistics.mean(values):.3f}{spread} |"
+    shown = f"| {row['bits']} | {row.get('windows', '')} | {row['variant']} "
+    for name, digits in (("perplexity", 2), ("divergence", 2)):
+        values = row[name]
+        spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+        shown += f"| {statistics.mean(values):.{digits}f}{spread} "
     if "degraded" not in row:
-        return f"{shown} | | |"
+        return f"{shown}| 1 | | |"
     tokens = f"{row['tokens_min']} / {row['tokens_median']:.0f} / {row['tokens_max']}"
-    return f"{shown} {row['loss_over_rtn']:.3f} | {tokens} | {row['degraded']:.0%} |"
+    return f"{shown}| {row['loss_over_rtn']:.3f} | {tokens} | {row['degraded']:.0%} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bits", nargs="+", type=int, default=[4, 3])
-    parser.add_argument("--windows", nargs="+", type=int, default=[2, 8, 64], help="calibration windows of 256 tokens")
+    parser.add_argument("--windows", nargs="+", type=int, default=[8, 64], help="calibration windows of 256 tokens")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
-    parser.add_argument("--seeds", type=int, default=3, help="calibration texts per row")
-    parser.add_argument("--evaluation-windows", type=int, default=64)
+    parser.add_argument("--seeds", type=int, default=2, help="calibration texts per row")
+    parser.add_argument("--evaluation-windows", type=int, default=48)
     parser.add_argument("--steps", type=int, default=600, help="training steps")
     parser.add_argument("--batch", type=int, default=8, help="windows of 256 tokens per training step")
     parser.add_argument("--work", type=Path, default=environments.ROOT / ".bench", help="directory for everything made")
@@ -181,14 +198,13 @@ def main() -> None:
     model = arguments.work / "moe"
     model.parent.mkdir(parents=True, exist_ok=True)
     prepare_model(model, arguments.steps, arguments.batch)
-    evaluation = held_out(model, arguments.evaluation_windows)
-    original = load_model(resolve(str(model)), trust_remote_code=False)
-    print(f"Original: perplexity {perplexity.perplexity(original, evaluation):.3f} per token\n")
-    print(
-        "| bits | windows | | perplexity | experts' loss / RTN's | tokens per expert, min / median / max | degraded |"
-    )
-    print("|---|---|---|---|---|---|---|", flush=True)
-    for row in measure(arguments, model, evaluation):
+    print("| bits | windows | | perplexity | KL, millinats | experts' loss / RTN's | tokens per expert | degraded |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    original = None
+    for row in measure(arguments, model):
+        if original is None:
+            original = row["original"]
+            print(f"| | | original | {original:.2f} | 0 | | | |")
         with (arguments.work / "moe.jsonl").open("a") as stream:
             stream.write(json.dumps(row) + "\n")
         print(line(row), flush=True)
