@@ -21,9 +21,9 @@ import perplexity
 import workload
 from hessquant.checkpoint.decode import decoded_state
 from hessquant.checkpoint.reader import CheckpointReader
-from hessquant.core.grid import GridSpec, QuantizedWeight, encode, min_max
 from hessquant.models.load import build
 from hessquant.models.source import resolve
+from rounding import rounded
 
 TITLES = {
     "rtn": "round-to-nearest, min-max scales",
@@ -42,19 +42,6 @@ SETTINGS = {
     "group": {"order": "group"},
     "dynamic": {"order": "group", "scales": "dynamic"},
 }
-
-
-def rounded(model: Path, bits: int, group_size: int):
-    """The model with every target rounded to nearest."""
-    with CheckpointReader(model) as reader:
-        built = build(resolve(str(model)), decoded_state(reader))
-    spec = GridSpec(bits, True, group_size)
-    parameters = dict(built.named_parameters())
-    for target in hessquant.make_plan(str(model), hessquant.Config(bits=bits, group_size=group_size)).targets:
-        parameter = parameters[target.name]
-        grid = min_max(parameter, spec)
-        parameter.copy_(QuantizedWeight(encode(parameter, grid), grid).dequantize())
-    return built, None
 
 
 def swept(model: Path, bits: int, group_size: int, tokens, out: Path, settings: dict):
@@ -85,7 +72,8 @@ def main() -> None:
         for variant in arguments.variants:
             begin = time.process_time()
             if variant == "rtn":
-                built, relative = rounded(model, bits, arguments.group_size)
+                config = hessquant.Config(bits=bits, group_size=arguments.group_size)
+                built, relative = rounded(model, config), None
             else:
                 out = arguments.work / f"quality-{variant}-{bits}"
                 built, relative = swept(
