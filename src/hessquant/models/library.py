@@ -81,8 +81,8 @@ def _named_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     match getattr(config, "architectures", None):
         case [str(name), *_]:
             found = getattr(transformers, name, None)
-            fits = isinstance(found, type) and issubclass(found, PreTrainedModel)
-            return found if fits and isinstance(config, found.config_class or ()) else None
+            if isinstance(found, type) and issubclass(found, PreTrainedModel):
+                return found if isinstance(config, found.config_class or ()) else None
     return None
 
 
