@@ -13,7 +13,8 @@ from hessquant.errors import NonFiniteError
 from hessquant.kernels import twin
 from hessquant.records import Location, Target
 from hessquant.run import solve as solving
-from hessquant.run.solve import TargetSolver, degradations
+from hessquant.run.degraded import degradations
+from hessquant.run.solve import TargetSolver
 
 
 def target(name, rows, columns, *, leader=None, transposed=False, group_size=-1):

@@ -27,8 +27,8 @@ from hessquant.pipeline.windows import Calibration
 from hessquant.planning import plan as planning
 from hessquant.planning.size import TOKENS_PER_BATCH
 from hessquant.records import CalibrationRecord, Plan, Progress, RunReport
+from hessquant.run.degraded import degradations
 from hessquant.run.heap import map_large_blocks
-from hessquant.run.solve import degradations
 from hessquant.run.store import RunStore
 
 _FREE_OF_RESULT = ("activation_memory", "capture", "max_unquantized", "serve", "trust_remote_code")

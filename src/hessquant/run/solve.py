@@ -17,12 +17,6 @@ from hessquant.errors import FactorizationError, GridError, NonFiniteError
 from hessquant.kernels.dispatch import kernels_for
 from hessquant.records import LayerRecord, Location, Target
 
-_LARGEST_POOLED_SHARE = 0.5
-"""Weight of the common Hessian above which an expert counts as degraded: most of what it is fitted to is others'."""
-
-_FALLBACK_SHARE = 0.1
-"""Rows that may fall back to round-to-nearest before a weight counts as degraded: a few always do, by chance."""
-
 
 class TargetSolver:
     """Solves targets one set of shared inputs at a time.
@@ -155,37 +149,6 @@ def _rows_at(parameters: Mapping[str, Tensor], location: Location) -> Tensor:
 def _rows_of(matrix: Tensor, location: Location) -> Tensor:
     """The same rows in the target's own matrix."""
     return matrix[location.to_row :: location.to_step][: location.rows]
-
-
-def degradations(records: Sequence[LayerRecord]) -> tuple[str, ...]:
-    """What is less than was asked for, one sentence each."""
-    sentences = []
-    for record in records:
-        if record.method == "rtn" and not record.tokens:
-            sentences.append(f"{record.name}: no calibration token was routed to it; it was rounded to nearest")
-        elif record.method == "rtn":
-            sentences.append(f"{record.name}: round-to-nearest was better than GPTQ in every row and was kept")
-        elif record.fallback_rows > _FALLBACK_SHARE * record.rows:
-            sentences.append(
-                f"{record.name}: round-to-nearest was better than GPTQ in {record.fallback_rows} of {record.rows} rows "
-                "and was kept there"
-            )
-        if record.factorizations > 1:
-            sentences.append(
-                f"{record.name}: damping was raised from {record.damping:g} to {record.damping_used:g}, because its "
-                "Hessian could not be factored; more varied calibration text helps"
-            )
-        if record.pooled_share > _LARGEST_POOLED_SHARE:
-            sentences.append(
-                f"{record.name}: only {record.tokens} calibration tokens were routed to it; the inputs of all experts "
-                f"make {record.pooled_share:.0%} of its Hessian, take more windows"
-            )
-        elif record.tokens < record.columns and not record.pooled_share:
-            sentences.append(
-                f"{record.name}: only {record.tokens} calibration tokens for {record.columns} inputs; "
-                "below that GPTQ fits noise, take more windows"
-            )
-    return tuple(sentences)
 
 
 def _spec(target: Target) -> GridSpec:
