@@ -87,6 +87,16 @@ def test_forward_once_and_passes_give_the_same_bytes(llama, tmp_path):
     assert digests(tmp_path / "once") == digests(tmp_path / "passes")
 
 
+def test_token_weights_change_what_feeds_attention_first(llama, tmp_path):
+    for weights in ("attention", "uniform"):
+        config = hessquant.Config(group_size=32, token_weights=weights)
+        hessquant.quantize(llama, tmp_path / weights, config, calibration=[tokens()])
+    ours, plain = (written(tmp_path / weights) for weights in ("attention", "uniform"))
+    changed = {name for name, value in ours.items() if not torch.equal(value, plain[name])}
+    for name in "qkv":
+        assert f"model.layers.0.self_attn.{name}_proj.qweight" in changed
+
+
 def test_the_memory_given_to_activations_changes_no_byte(llama, tmp_path):
     # 16 windows of 32 tokens of 64 float32 values are 131,072 bytes between blocks.
     cases = {

@@ -10,6 +10,7 @@ Scales = Literal["static", "dynamic"]
 Format = Literal["gptq", "compressed-tensors", "gguf"]
 CaptureMethod = Literal["auto", "once", "passes"]
 Experts = Literal["routed", "all"]
+TokenWeights = Literal["attention", "uniform"]
 
 CLIENTS = ("vllm", "vllm-cpu", "vllm-gpu", "transformers", "sglang", "llama.cpp")
 """What `Config.serve` may name; a client without its device means the client on each of them."""
@@ -76,6 +77,8 @@ class Config:
             allows it. The result is the same.
         experts: Tokens that an expert is fitted to: those "routed" to it, or "all" of the calibration text. What it
             works on in the model stays as it is.
+        token_weights: What a calibration token counts in a Hessian: "attention" counts a window's first one once per
+            token that reads its key and value, in the weights that make them; "uniform" counts all alike.
         max_unquantized: Largest share of the weights' bytes that may stay in 16 bit, 0 to 1; embeddings and head do
             not count.
         activation_memory: Bytes that activations of the calibration tokens may take in memory; those between
@@ -107,6 +110,7 @@ class Config:
     seed: int = 0
     capture: CaptureMethod = "auto"
     experts: Experts = "routed"
+    token_weights: TokenWeights = "attention"
     max_unquantized: float = 0.2
     activation_memory: int | None = None
     shard_bytes: int = 4_000_000_000
@@ -119,6 +123,7 @@ class Config:
             ("format", self.format, get_args(Format)),
             ("capture", self.capture, get_args(CaptureMethod)),
             ("experts", self.experts, get_args(Experts)),
+            ("token_weights", self.token_weights, get_args(TokenWeights)),
         ):
             if value not in allowed:
                 raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(allowed)}")

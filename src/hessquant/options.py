@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from hessquant.config import CLIENTS, CaptureMethod, Config, Experts, Format, Order, Override, Scales
+from hessquant.config import CLIENTS, CaptureMethod, Config, Experts, Format, Order, Override, Scales, TokenWeights
 from hessquant.errors import ConfigError
 
 _DEFAULTS = Config()
@@ -80,6 +80,10 @@ def build_config(
     experts: Annotated[
         Experts, typer.Option(help="Fit each expert to the tokens routed to it, or to all of the calibration text.")
     ] = _DEFAULTS.experts,
+    token_weights: Annotated[
+        TokenWeights,
+        typer.Option(help="Count a window's first token as often as attention reads it, or count all tokens alike."),
+    ] = _DEFAULTS.token_weights,
     max_unquantized: Annotated[
         float,
         typer.Option(
@@ -116,6 +120,7 @@ def build_config(
         seed=seed,
         capture=capture,
         experts=experts,
+        token_weights=token_weights,
         max_unquantized=max_unquantized,
         activation_memory=None if activation_memory is None else parse_size("activation_memory", activation_memory),
         shard_bytes=parse_size("shard_size", shard_size),

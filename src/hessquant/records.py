@@ -86,6 +86,7 @@ class Target:
         shares_input_with: The first target that is multiplied with the same input tensor, possibly itself.
         calls: Products with it in one forward pass; more than one where a layer is looped.
         part_of: Tensor of the source that holds it with others; empty if it has one of its own.
+        feeds_attention: Whether causal attention's queries, keys or values are made with it.
     """
 
     name: str
@@ -100,6 +101,7 @@ class Target:
     shares_input_with: str
     calls: int = 1
     part_of: str = ""
+    feeds_attention: bool = False
 
     @property
     def module(self) -> str:

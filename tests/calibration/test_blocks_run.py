@@ -9,14 +9,14 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hessquant.calibration.batches import batches_of
-from hessquant.calibration.collect import Collector, InputGroup, Stop
+from hessquant.calibration.collect import Collector, InputGroup, Stop, stops_of
 from hessquant.calibration.forward_once import run_block_once
 from hessquant.calibration.passes import run_block_in_passes
 from hessquant.calibration.prelude import BatchState, BlockArguments, record_arguments
 from hessquant.core.hessian import hessian
 from hessquant.errors import CaptureError, NonFiniteError
 from hessquant.models.watch import Product
-from hessquant.records import TokenWindow
+from hessquant.records import Location, Target, TokenWindow
 
 RUNS = pytest.mark.parametrize("run_block", [run_block_once, run_block_in_passes])
 BLOCK = "model.layers.0"
@@ -54,12 +54,14 @@ def states_of(model, windows, tokens_per_batch=24):
     )
 
 
-def stop_at(*names):
-    return Stop((InputGroup(names, tuple((name, 0) for name in names)),))
+def stop_at(*names, weighted=False):
+    return Stop((InputGroup(names, tuple((name, 0) for name in names), weighted),))
 
 
-def stops(block=BLOCK):
-    return tuple(stop_at(*(f"{block}.{name}.weight" for name in names)) for names in LLAMA_STOPS)
+def stops(block=BLOCK, weighted=True):
+    """A Llama block's; where keys and values are made, tokens count as often as they are read."""
+    named = [tuple(f"{block}.{name}.weight" for name in names) for names in LLAMA_STOPS]
+    return tuple(stop_at(*names, weighted=weighted and names is named[0]) for names in named)
 
 
 class Halving:
@@ -75,17 +77,17 @@ class Halving:
             self.parameters[name].mul_(0.5)
 
 
-def collect(run_block, model, windows):
+def collect(run_block, model, windows, weighted=True):
     states = states_of(model, windows)
     solver = Halving(dict(model.named_parameters()))
-    run_block(model.get_submodule(BLOCK), 0, states, Collector(stops()), solver.parameters, solver)
+    run_block(model.get_submodule(BLOCK), 0, states, Collector(stops(weighted=weighted)), solver.parameters, solver)
     return solver, states
 
 
-def reference_hessians(model, windows):
+def reference_hessians(model, windows, weighted):
     """The usual procedure with hooks on the modules: a whole pass per stop, weights before it already changed."""
     found = {}
-    for stop in stops():
+    for stop in stops(weighted=weighted):
         inputs = []
         module = model.get_submodule(stop.leader.removesuffix(".weight"))
         hook = module.register_forward_pre_hook(lambda _, args, inputs=inputs: inputs.append(args[0].flatten(0, 1)))
@@ -93,6 +95,10 @@ def reference_hessians(model, windows):
             model(input_ids=torch.tensor([window.ids]), use_cache=False)
         hook.remove()
         rows = torch.cat(inputs).double()
+        if stop.groups[0].weighted:
+            # A window's first token as often as there are tokens that read its key and value.
+            counts = torch.cat([torch.tensor([len(window.ids)] + [1] * (len(window.ids) - 1)) for window in windows])
+            rows = rows.repeat_interleave(counts, dim=0)
         found[stop.leader] = rows.T @ rows / len(rows)
         for name in stop.groups[0].members:
             dict(model.named_parameters())[name].mul_(0.5)
@@ -100,15 +106,43 @@ def reference_hessians(model, windows):
 
 
 @RUNS
-def test_hessians_are_those_of_a_full_pass_per_stop_with_hooks(run_block):
+@pytest.mark.parametrize("weighted", [False, True], ids=["uniform", "attention"])
+def test_hessians_are_those_of_a_full_pass_per_stop_with_hooks(run_block, weighted):
     windows = some_windows()
     with torch.no_grad():
-        expected = reference_hessians(llama(), windows)
-    solver, _ = collect(run_block, llama(), windows)
+        expected = reference_hessians(llama(), windows, weighted)
+    solver, _ = collect(run_block, llama(), windows, weighted)
     assert list(solver.hessians) == [stop.leader for stop in stops()]
     for name, value in expected.items():
         torch.testing.assert_close(solver.hessians[name].double(), value, rtol=1e-4, atol=1e-6)
         assert solver.tokens[name] == 72
+
+
+def target_at(name, shares_input_with, feeds_attention):
+    grid = {"rows": 8, "columns": 8, "bits": 4, "group_size": -1, "symmetric": True, "transposed": False}
+    return Target(
+        name, (Location(name, 8),), 0, **grid, shares_input_with=shares_input_with, feeds_attention=feeds_attention
+    )
+
+
+def test_only_weights_that_feed_attention_get_token_weights():
+    targets = [target_at("q", "q", True), target_at("k", "q", True), target_at("o", "o", False)]
+    assert [(stop.groups[0].members, stop.groups[0].weighted) for stop in stops_of(targets, weighted=True)] == [
+        (("q", "k"), True),
+        (("o",), False),
+    ]
+    assert not any(stop.groups[0].weighted for stop in stops_of(targets))
+
+
+def test_an_mlp_beside_the_attention_keeps_a_hessian_of_its_own():
+    # As in GPT-J: both read the same tensor, but nobody reads what the MLP makes of the first token.
+    targets = [target_at("q", "q", True), target_at("k", "q", True), target_at("up", "q", False)]
+    found = stops_of(targets, weighted=True)
+    assert [(stop.groups[0].members, stop.groups[0].weighted) for stop in found] == [
+        (("q", "k"), True),
+        (("up",), False),
+    ]
+    assert [stop.groups[0].members for stop in stops_of(targets)] == [("q", "k", "up")]
 
 
 def test_once_and_passes_agree_to_the_bit():

@@ -35,6 +35,7 @@ OPTIONS = [
     (["--seed", "7"], {"seed": 7}),
     (["--capture", "passes"], {"capture": "passes"}),
     (["--experts", "all"], {"experts": "all"}),
+    (["--token-weights", "uniform"], {"token_weights": "uniform"}),
     (["--max-unquantized", "0.5"], {"max_unquantized": 0.5}),
     (["--refinement-rounds", "2"], {"refinement_rounds": 2}),
     (["--activation-memory", "8GB"], {"activation_memory": 8_000_000_000}),

@@ -4,7 +4,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.problems import layers
 
-from hessquant.core.grid import Grid, GridSpec, count_degenerate, decode, encode, min_max, smallest_scale
+from hessquant.core.grid import (
+    Grid,
+    GridSpec,
+    count_degenerate,
+    decode,
+    encode,
+    min_max,
+    scale_factors,
+    smallest_scale,
+)
 from hessquant.errors import GridError
 
 
@@ -86,6 +95,18 @@ def test_a_symmetric_grid_holds_zero_and_uses_every_code(bits):
     assert values.min() == -(2 ** (bits - 1))
     assert values.max() == 2 ** (bits - 1) - 1
     assert values[0, spec.middle] == 0
+
+
+@given(st.integers(2, 8), st.floats(0.1, 100.0))
+def test_one_scale_tried_on_a_symmetric_grid_holds_the_largest_weight_as_its_last_value(bits, largest):
+    weight = torch.tensor([[largest, -largest / 3]], dtype=torch.float64)
+    spec = GridSpec(bits=bits, scale_dtype=torch.float32)
+    errors = []
+    for factor in scale_factors(spec):
+        grid = min_max(weight * factor, spec)
+        errors.append((weight - decode(encode(weight, grid), grid, torch.float64))[0, 0].abs().item())
+    assert min(errors) < 1e-6 * largest
+    assert errors[0] > 0.4 * largest / 2 ** (bits - 1)
 
 
 def test_smallest_scales_survive_float32_arithmetic():

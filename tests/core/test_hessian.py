@@ -24,6 +24,13 @@ def test_the_mean_is_the_gram_matrix_over_tokens_at_every_tiling(columns, seed):
     torch.testing.assert_close(hessian.hessian(collected([inputs])), expected, rtol=1e-12, atol=1e-12)
 
 
+def test_a_windows_first_token_counts_as_often_as_it_is_read():
+    inputs = correlated_inputs(12, 8, 3)
+    mean = hessian.hessian(collected([inputs], [hessian.first_token_weights(3, 4)]))
+    repeated = torch.cat([inputs, *[inputs[0::4]] * 3])
+    torch.testing.assert_close(mean, repeated.T @ repeated / len(repeated), rtol=1e-12, atol=1e-12)
+
+
 def test_it_is_exactly_symmetric():
     mean = hessian.hessian(collected([correlated_inputs(50, 800, 1, torch.float32)]))
     assert torch.equal(mean, mean.T)

@@ -10,7 +10,7 @@ from hessquant.config import Config
 from hessquant.core import gptq
 from hessquant.core.factor import factorize
 from hessquant.core.gptq import Kernels
-from hessquant.core.grid import GridSpec, QuantizedWeight, encode, min_max
+from hessquant.core.grid import GridSpec, QuantizedWeight, encode, min_max, scale_factors
 from hessquant.core.objective import loss
 from hessquant.errors import GridError, NonFiniteError
 from hessquant.kernels import twin
@@ -64,6 +64,22 @@ def test_searching_scales_lowers_the_loss():
         assert found.loss < 0.97 * plain.loss
 
 
+def test_a_large_positive_weight_that_meets_most_of_the_energy_is_not_clipped():
+    # As in a model's "massive activations": of one input comes nearly all energy, and one row has its largest weight
+    # there. Clipped by half a step, that row would be driven to the limits of its grid in making up for it.
+    weight, hessian = random_layer(16, 256, seed=7, tokens=2048)
+    weight *= 0.1
+    weight[3, 20] = 4.0
+    massive = 0.03 * torch.randn(256, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    massive[20] = 10.0
+    hessian = hessian / hessian.diagonal().mean() + 1000 * torch.outer(massive, massive)
+    solution = solved(weight, hessian, GridSpec(bits=4, group_size=64), Config())
+    error = weight - solution.weight.dequantize(torch.float64)
+    assert error[3, 20].abs() < 0.01
+    assert error[3].square().mean() < weight[3].square().mean()
+    assert solution.loss < 1e-3 * solution.rtn_loss
+
+
 def test_dynamic_scales_over_one_group_per_row_are_the_static_ones():
     weight, hessian = random_layer(8, 24, seed=3)
     config = Config(order="natural", scales="dynamic", block_size=5)
@@ -88,7 +104,7 @@ def test_dynamic_scales_fit_the_weights_as_gptq_sees_them(order, search):
         columns = factor.order[start : start + 4]
         if search:
             squares = lower.diagonal()[start : start + 4] ** 2
-            found = twin.search_scales(work[:, columns].T.contiguous(), squares, one_group, gptq.SHRINK_FACTORS)
+            found = twin.search_scales(work[:, columns].T.contiguous(), squares, one_group, scale_factors(one_group))
             scales = found[0][0]
         else:
             scales = min_max(work[:, columns], one_group).scales[:, 0]

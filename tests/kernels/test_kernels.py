@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tests.problems import ORDERS, random_layer
 
 from hessquant.core.factor import factorize
-from hessquant.core.gptq import SHRINK_FACTORS, sweep
-from hessquant.core.grid import GridSpec, decode, encode, min_max
+from hessquant.core.gptq import sweep
+from hessquant.core.grid import GridSpec, decode, encode, min_max, scale_factors
 from hessquant.kernels import cpu, twin
 from hessquant.kernels.dispatch import kernels_for
 
@@ -33,8 +33,8 @@ def test_the_fused_kernels_give_the_twins_codes_and_scales(rows, shape, order, b
     spec = GridSpec(bits=bits, symmetric=symmetric, group_size=group_size)
     factor = factorize(hessian, damping=0.01, order=order, group_width=group_size)
     importance = factor.importance.to(dtype)
-    fused = cpu.search_scales(weight.T.contiguous(), importance, spec, SHRINK_FACTORS)
-    plain = twin.search_scales(weight.T.contiguous(), importance, spec, SHRINK_FACTORS)
+    fused = cpu.search_scales(weight.T.contiguous(), importance, spec, scale_factors(spec))
+    plain = twin.search_scales(weight.T.contiguous(), importance, spec, scale_factors(spec))
     assert torch.equal(fused[0], plain[0])
     assert torch.equal(fused[1], plain[1])
     grid = min_max(weight, spec)
@@ -48,7 +48,7 @@ def test_the_search_takes_the_candidate_with_the_least_weighted_error():
     weight, _ = random_layer(5, 32, seed=1)
     importance = torch.rand(32, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     spec = GridSpec(bits=3, group_size=8)
-    scales, _ = twin.search_scales(weight.T.contiguous(), importance, spec, SHRINK_FACTORS)
+    scales, _ = twin.search_scales(weight.T.contiguous(), importance, spec, scale_factors(spec))
 
     def losses(grid):
         error = weight - decode(encode(weight, grid), grid, torch.float64)
@@ -56,7 +56,7 @@ def test_the_search_takes_the_candidate_with_the_least_weighted_error():
 
     plain = min_max(weight, spec)
     candidates = []
-    for factor in SHRINK_FACTORS:
+    for factor in scale_factors(spec):
         shrunk = type(plain)(spec, (plain.scales.double() * factor).to(torch.float16), plain.zeros)
         candidates.append(losses(shrunk))
     found = losses(type(plain)(spec, scales.T.contiguous(), plain.zeros))

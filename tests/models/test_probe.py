@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import FalconConfig, Llama4TextConfig, LlamaConfig, MixtralConfig
+from tests.architectures.families import tiny
+from transformers import BartConfig, BertConfig, FalconConfig, Llama4TextConfig, LlamaConfig, MixtralConfig
 
 from hessquant.errors import PlanError, SourceError
 from hessquant.models.probe import probe
@@ -124,6 +125,43 @@ def test_experts_in_one_tensor_of_the_checkpoint_get_names_of_their_own():
 
 def test_the_routed_module_is_known_by_its_arguments():
     assert probe(SOURCE, MixtralConfig(**SMALL, intermediate_size=96)).routed == {"model.layers.0.mlp.experts"}
+
+
+def feeding(found):
+    """What feeds attention in the last block, by the last part of its module's name."""
+    names = [product.name.removesuffix(".weight") for product in found.products if product.feeds_attention]
+    assert all(name.startswith(found.blocks) for name in names)
+    return {name.rpartition(".")[2] for name in names if name.startswith(found.blocks[-1])}
+
+
+def test_queries_keys_and_values_feed_attention_and_nothing_after_them_does(llama_config, gpt2_config):
+    assert feeding(probe(SOURCE, llama_config)) == {"q_proj", "k_proj", "v_proj"}
+    assert feeding(probe(SOURCE, gpt2_config)) == {"c_attn"}
+
+
+def test_every_stage_towards_keys_and_values_feeds_attention():
+    found = feeding(probe(SOURCE, tiny("deepseek_v3")))
+    assert found == {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"}
+
+
+def test_an_mlp_that_reads_the_attentions_input_does_not_feed_it():
+    found = probe(SOURCE, tiny("falcon"))
+    assert feeding(found) == {"query_key_value"}
+    inputs = {name.rpartition(".")[0].rpartition(".")[2]: product.input_id for name, product in products(found).items()}
+    assert inputs["query_key_value"] == inputs["dense_h_to_4h"]
+
+
+def test_nothing_feeds_an_attention_that_looks_both_ways():
+    assert not feeding(probe(SOURCE, BertConfig(**SMALL, intermediate_size=96, architectures=["BertForMaskedLM"])))
+
+
+def test_keys_of_another_sequence_are_not_weighted():
+    config = BartConfig(
+        d_model=64, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=96, decoder_ffn_dim=96, vocab_size=97, architectures=["BartForConditionalGeneration"],
+    )  # fmt: skip
+    names = {product.name for product in probe(SOURCE, config).products if product.feeds_attention}
+    assert names == {f"model.decoder.layers.0.self_attn.{name}_proj.weight" for name in "qkv"}
 
 
 def test_a_config_of_no_language_model_is_refused():

@@ -10,6 +10,7 @@ from greenlet import getcurrent
 from torch import Tensor, nn
 
 from hessquant.calibration.prelude import BatchRun
+from hessquant.calibration.weighting import weights_for
 from hessquant.core import hessian
 from hessquant.core.hessian import HessianStatistics
 from hessquant.errors import CaptureError, NonFiniteError
@@ -28,10 +29,12 @@ class InputGroup:
     Attributes:
         members: Target names.
         keys: The model's matrices that they are; the first is the one the forward pass reaches first.
+        weighted: Whether tokens count as often as attention reads them, and not all alike.
     """
 
     members: tuple[str, ...]
     keys: tuple[Key, ...]
+    weighted: bool = False
 
     @property
     def leader(self) -> str:
@@ -64,14 +67,20 @@ class Stop:
         return self.calls > 1
 
 
-def stops_of(targets: Sequence[Target]) -> tuple[Stop, ...]:
-    """The stops of some targets, which come in the order that the forward pass reaches them."""
-    members: dict[str, list[Target]] = {}
+def stops_of(targets: Sequence[Target], *, weighted: bool = False) -> tuple[Stop, ...]:
+    """The stops of some targets, which come in the order that the forward pass reaches them.
+
+    Args:
+        targets: The targets.
+        weighted: Whether tokens count as often as attention reads them, where its inputs are made. Weights beside the
+            attention that see the same tensor then have a Hessian of their own.
+    """
+    members: dict[tuple[str, bool], list[Target]] = {}
     for target in targets:
-        members.setdefault(target.shares_input_with, []).append(target)
+        members.setdefault((target.shares_input_with, weighted and target.feeds_attention), []).append(target)
     found: dict[str, list[list[Target]]] = {}
-    for leader, group in members.items():
-        found.setdefault(group[0].module or leader, []).append(group)
+    for group in members.values():
+        found.setdefault(group[0].module or group[0].name, []).append(group)
     return tuple(
         Stop(
             tuple(
@@ -82,6 +91,7 @@ def stops_of(targets: Sequence[Target]) -> tuple[Stop, ...]:
                             (location.parameter, location.piece) for target in group for location in target.locations
                         )
                     ),
+                    weighted and group[0].feeds_attention,
                 )
                 for group in groups
             ),
@@ -196,8 +206,9 @@ class Collector:
             statistics = self._statistics.get(group.leader) or HessianStatistics.empty(
                 rows.shape[1], torch.float64 if rows.dtype == torch.float64 else torch.float32
             )
+            weights = weights_for(inputs, len(batch.windows), batch.tokens) if group.weighted else None
             try:
-                self._statistics[group.leader] = hessian.add(statistics, rows, out=statistics.sum)
+                self._statistics[group.leader] = hessian.add(statistics, rows, weights, out=statistics.sum)
             except NonFiniteError as error:
                 raise _named(error, group.leader, rows, batch) from error
 

@@ -20,7 +20,6 @@ from hessquant.config import Config
 from hessquant.core import bounds
 from hessquant.core.factor import Factor
 from hessquant.core.grid import (
-    SHRINK_FACTORS,
     Grid,
     GridSpec,
     QuantizedWeight,
@@ -29,6 +28,7 @@ from hessquant.core.grid import (
     count_degenerate,
     encode,
     min_max,
+    scale_factors,
 )
 from hessquant.core.hessian import first_non_finite
 from hessquant.core.objective import loss_per_row
@@ -130,7 +130,7 @@ def fit_grid(weight: Tensor, importance: Tensor, spec: GridSpec, config: Config,
     """Scales and zeros for weights as they are: searched against the columns' importance, [columns], or min-max."""
     if not config.scale_search:
         return min_max(weight, spec)
-    scales, zeros = kernels.search_scales(weight.T.contiguous(), importance, spec, SHRINK_FACTORS)
+    scales, zeros = kernels.search_scales(weight.T.contiguous(), importance, spec, scale_factors(spec))
     return Grid(spec, scales.T.contiguous(), zeros.T.contiguous())
 
 

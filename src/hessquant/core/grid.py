@@ -14,7 +14,7 @@ from torch import Tensor
 from hessquant.errors import GridError
 
 SHRINK_FACTORS = tuple(1.0 - 0.025 * step for step in range(25))
-"""Fractions of the min-max scale that the scale search tries: 1.0 down to 0.4 in 25 steps."""
+"""Fractions of the min-max scale that the scale search tries on any grid: 1.0 down to 0.4 in 25 steps."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,23 @@ class GridSpec:
         if columns % self.group_size:
             raise GridError(f"group size {self.group_size} does not divide {columns} inputs")
         return self.group_size
+
+
+def scale_factors(spec: GridSpec) -> tuple[float, ...]:
+    """Multiples of the min-max scale that the scale search tries: `SHRINK_FACTORS`, and a wider one if symmetric.
+
+    The min-max scale of a symmetric grid reaches half a step too short of the group's largest weight w if that is
+    positive: codes end at 2^(bits-1) - 1 steps, while w lies at 2^(bits-1) - 1/2. With top / (top - 1) times that scale
+    w is the largest value. One large weight that meets most of the input's energy cannot be clipped even so little: the
+    other columns would run into their own limits in making up for it.
+
+    >>> [round(factor, 3) for factor in scale_factors(GridSpec(bits=4))[:3]]
+    [1.0, 1.071, 0.975]
+    >>> scale_factors(GridSpec(bits=4, symmetric=False))[:2]
+    (1.0, 0.975)
+    """
+    widest = (spec.top / (spec.top - 1),) if spec.symmetric else ()
+    return SHRINK_FACTORS[:1] + widest + SHRINK_FACTORS[1:]
 
 
 @dataclass(frozen=True)
@@ -101,10 +118,10 @@ class SweepKernel(Protocol):
 
 
 class SearchKernel(Protocol):
-    """Best shrink factor per group; see `hessquant.kernels.twin.search_scales`."""
+    """Best multiple of the min-max scale per group; see `hessquant.kernels.twin.search_scales`."""
 
     def __call__(
-        self, weight: Tensor, column_weights: Tensor, spec: GridSpec, shrink_factors: tuple[float, ...]
+        self, weight: Tensor, column_weights: Tensor, spec: GridSpec, factors: tuple[float, ...]
     ) -> tuple[Tensor, Tensor]:
         """Take weight [columns, rows] and column_weights [columns]; give scales and zeros [groups, rows]."""
 

@@ -74,6 +74,23 @@ def add(
     return HessianStatistics(total, statistics.weight_sum + weight_sum, statistics.token_count + len(inputs))
 
 
+def first_token_weights(windows: int, length: int, device: torch.device | None = None) -> Tensor:
+    """Token weights that count each window's first token as often as it is read: [windows * length].
+
+    For inputs of which causal attention's keys and values are made. A row of those is read by every later token of its
+    window, and so the first by all of them, in most models with a large part of all their attention ("attention
+    sinks", arXiv 2309.17453). An error there is the same error in every output, while those of other tokens average
+    out; and yet the first token is but one of the window's in the Hessian. Perplexity of SmolLM2-135M at 4 bits in
+    groups of 64: 27.03 with these weights, 28.73 without.
+
+    >>> first_token_weights(2, 3)
+    tensor([3., 1., 1., 3., 1., 1.])
+    """
+    weights = torch.ones(windows, length, device=device)
+    weights[:, 0] = length
+    return weights.flatten()
+
+
 @cache
 def lower_tiles(start: int, stop: int) -> list[tuple[slice, slice]]:
     """Tiles that cover the lower triangle: one square below the diagonal, and the same again in both halves."""

@@ -38,14 +38,14 @@ def sweep_block(
 
 
 def search_scales(
-    weight: Tensor, column_weights: Tensor, spec: GridSpec, shrink_factors: tuple[float, ...]
+    weight: Tensor, column_weights: Tensor, spec: GridSpec, factors: tuple[float, ...]
 ) -> tuple[Tensor, Tensor]:
     """`twin.search_scales` on CPU tensors."""
     width = spec.width(len(weight))
     members = weight.view(-1, width, weight.shape[1])
     low, high = members.amin(1), members.amax(1)
     # [factors, groups, rows]; candidates are few, so they are made in torch and rounded to the stored dtype there.
-    candidates = [affine(low * factor, high * factor, spec) for factor in shrink_factors]
+    candidates = [affine(low * factor, high * factor, spec) for factor in factors]
     scales = torch.stack([scale for scale, _ in candidates])
     zeros = torch.stack([zero for _, zero in candidates])
     # Zeros, as in the twin: a group whose every loss is NaN keeps the min-max scale.

@@ -42,15 +42,15 @@ def sweep_block(
 
 
 def search_scales(
-    weight: Tensor, column_weights: Tensor, spec: GridSpec, shrink_factors: tuple[float, ...]
+    weight: Tensor, column_weights: Tensor, spec: GridSpec, factors: tuple[float, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Per group, the shrunk min-max scale with the least sum_j c_j (w_j - round(w_j))^2; the first one on a tie.
+    """Per group, the multiple of the min-max scale with the least sum_j c_j (w_j - round(w_j))^2; the first on a tie.
 
     Args:
         weight: [columns, rows].
         column_weights: c_j, [columns], non-negative.
         spec: The grid; every candidate scale is rounded to its dtype before it is tried.
-        shrink_factors: Fractions of the min-max range to try.
+        factors: Multiples of the min-max range to try.
 
     Returns:
         Scales (spec.scale_dtype) and zeros (uint8), both [groups, rows].
@@ -64,7 +64,7 @@ def search_scales(
     low, high = members.amin(1), members.amax(1)
     best_loss = torch.full_like(low, torch.inf)
     best_scales, best_zeros = affine(low, high, spec)
-    for factor in shrink_factors:
+    for factor in factors:
         scales, zeros = affine(low * factor, high * factor, spec)
         scale, zero = scales.to(weight.dtype), zeros.to(weight.dtype)
         loss = torch.zeros_like(low)

@@ -6,7 +6,7 @@ The weights are phantoms, which have shapes and storages but no memory, so a 70B
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hessquant.errors import CaptureError, PlanError, SourceError
+from hessquant.models.attention import FeedsAttention
 from hessquant.models.blocks import find_blocks
 from hessquant.models.library import LIBRARY_ERRORS, from_config, parameters_on_meta, quiet, reason, run_model
 from hessquant.models.naming import Located, Naming, Stack
@@ -60,6 +61,7 @@ class ProbedProduct:
         whole: Whether every product is with the whole matrix, on the same side.
         input_id: Number of the input tensor; equal for matrices multiplied with the very same tensor.
         calls: Products of the matrix in one forward pass.
+        feeds_attention: Whether causal attention's queries, keys or values are made with it.
     """
 
     name: str
@@ -71,6 +73,7 @@ class ProbedProduct:
     input_id: tuple[int, int]
     calls: int = 1
     part_of: str = ""
+    feeds_attention: bool = False
 
     @property
     def parameter(self) -> str:
@@ -146,7 +149,7 @@ def probe(
         lists = find_blocks(model)
         recorder = _Recorder(model)
         inputs = _made_up(config) if inputs is None else inputs
-        with PhantomArithmetic(), recorder.watch:
+        with PhantomArithmetic(), recorder.watch, recorder.feeds_attention.watch:
             _run(model, inputs, source.name)
         others = [block for blocks in lists[1:] for block in blocks]
         used = [block for block in others if recorder.reaches(block)]
@@ -162,7 +165,12 @@ def probe(
         whole=fault,
         returns_tuple=tuple(recorder.returns_tuple.get(block, False) for block in blocks),
         hidden_size=recorder.hidden_size(blocks),
-        products=recorder.products(naming, names),
+        products=tuple(
+            replace(
+                product, feeds_attention=any(at.parameter in recorder.feeds_attention.names for at in product.locations)
+            )
+            for product in recorder.products(naming, names)
+        ),
         parameters=_parameters(model, blocks),
         keys={name: key for key, found in naming.keys(names).items() for name in found if name != key},
         converted=frozenset(filter(naming.is_converted, names)),
@@ -234,6 +242,7 @@ class _Recorder:
     Attributes:
         returns_tuple: Whether a module's output is a tuple, by module name.
         routed: Modules that were called with a choice of experts.
+        feeds_attention: The parameters of which causal attention's queries, keys and values were made.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -245,6 +254,7 @@ class _Recorder:
         self._parameters = dict(model.named_parameters())
         self._seen: dict[str, list[Product]] = {}
         self._running: list[str] = []
+        self.feeds_attention = FeedsAttention()
         self.watch = Watch(self._parameters, self._observe)
         for name, module in model.named_modules():
             module.register_forward_pre_hook(
@@ -273,12 +283,14 @@ class _Recorder:
 
     def _enter(self, name: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         self._running.append(name)
+        self.feeds_attention.enter()
         self._calls[name] += 1
         if has_choice(args, kwargs):
             self.routed.add(name)
 
     def _leave(self, name: str, output: object) -> None:
         self._running.remove(name)
+        self.feeds_attention.leave()
         self.returns_tuple[name] = isinstance(output, tuple)
         hidden = output[0] if isinstance(output, tuple) and output else output
         if isinstance(hidden, Tensor) and hidden.ndim:
@@ -287,6 +299,7 @@ class _Recorder:
     def _observe(self, product: Product) -> None:
         # Keeps the input alive, so that a later tensor cannot get its identity.
         self._seen.setdefault(product.name, []).append(product)
+        self.feeds_attention.multiply(product.name)
         self._blocks_of.setdefault(product.name, []).extend(self._running)
 
     def products(self, naming: Naming, names: Collection[str]) -> tuple[ProbedProduct, ...]:

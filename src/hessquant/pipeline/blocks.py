@@ -110,7 +110,8 @@ class _Job:
 
     def collector(self, targets: Sequence[Target]) -> Collector:
         """Collects the inputs of some targets."""
-        return Collector(stops_of(targets), every_expert=self.config.experts == "all")
+        stops = stops_of(targets, weighted=self.config.token_weights == "attention")
+        return Collector(stops, every_expert=self.config.experts == "all")
 
     def run(
         self,

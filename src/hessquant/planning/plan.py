@@ -179,6 +179,7 @@ def _targets(
                 shares_input_with=first.setdefault(product.input_id, product.name),
                 calls=product.calls,
                 part_of=product.part_of,
+                feeds_attention=product.feeds_attention,
             )
         )
     return tuple(targets)

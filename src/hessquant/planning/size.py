@@ -89,7 +89,11 @@ def memory_bytes(probe: Probe, targets: Sequence[Target], config: Config, budget
 
 
 def _statistics(targets: Iterable[Target], block: int) -> int:
-    columns = [
-        target.columns for target in targets if target.block == block and target.shares_input_with == target.name
-    ]
+    # What feeds attention has a Hessian apart from what else sees the same inputs, as its tokens are weighted.
+    hessians = {
+        (target.shares_input_with, target.feeds_attention): target.columns
+        for target in targets
+        if target.block == block
+    }
+    columns = hessians.values()
     return sum(_FLOAT32 * count**2 for count in columns) + 4 * _FLOAT64 * max(columns, default=0) ** 2
