@@ -9,10 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hessquant.calibration.batches import batches_of
-from hessquant.calibration.collect import Collector, InputGroup, Stop, stops_of
+from hessquant.calibration.collect import Collector
 from hessquant.calibration.forward_once import run_block_once
 from hessquant.calibration.passes import run_block_in_passes
 from hessquant.calibration.prelude import BatchState, BlockArguments, record_arguments
+from hessquant.calibration.stops import InputGroup, Stop, stops_of
 from hessquant.core.hessian import hessian
 from hessquant.errors import CaptureError, NonFiniteError
 from hessquant.models.watch import Product

@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from hessquant.calibration.collect import Collector, InputGroup, Stop
+from hessquant.calibration.collect import Collector
 from hessquant.calibration.forward_once import run_block_once
 from hessquant.calibration.passes import run_block_in_passes
 from hessquant.calibration.prelude import BatchState
+from hessquant.calibration.stops import InputGroup, Stop
 from hessquant.core.hessian import hessian
 from hessquant.errors import CaptureError
 from hessquant.models.stand_ins import BlockArguments

@@ -1,8 +1,7 @@
-"""What both ways of running a block share: the stops, and adding inputs to their statistics."""
+"""What both ways of running a block share: adding inputs to the statistics of their stops."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,97 +9,13 @@ from greenlet import getcurrent
 from torch import Tensor, nn
 
 from hessquant.calibration.prelude import BatchRun
+from hessquant.calibration.stops import InputGroup, Key, Stop
 from hessquant.calibration.weighting import weights_for
 from hessquant.core import hessian
 from hessquant.core.hessian import HessianStatistics
 from hessquant.errors import CaptureError, NonFiniteError
 from hessquant.models.routing import through_every_expert
 from hessquant.models.watch import Product, Watch
-from hessquant.records import Target
-
-Key = tuple[str, int]
-"""A matrix of the model: the name of its parameter, and which of those stacked there it is."""
-
-
-@dataclass(frozen=True)
-class InputGroup:
-    """Weights that see the same inputs, and so share one Hessian.
-
-    Attributes:
-        members: Target names.
-        keys: The model's matrices that they are; the first is the one the forward pass reaches first.
-        weighted: Whether tokens count as often as attention reads them, and not all alike.
-    """
-
-    members: tuple[str, ...]
-    keys: tuple[Key, ...]
-    weighted: bool = False
-
-    @property
-    def leader(self) -> str:
-        """The member that the statistics are named after."""
-        return self.members[0]
-
-
-@dataclass(frozen=True)
-class Stop:
-    """What is collected and then quantized together.
-
-    Attributes:
-        groups: One; of a module that owns stacked experts, one per expert and input.
-        module: That module; empty for a plain matrix.
-        calls: Products of a matrix in one forward pass of the block.
-    """
-
-    groups: tuple[InputGroup, ...]
-    module: str = ""
-    calls: int = 1
-
-    @property
-    def leader(self) -> str:
-        """The member that the stop is named after."""
-        return self.groups[0].leader
-
-    @property
-    def is_looped(self) -> bool:
-        """Whether a forward pass comes back to its matrices, so that nothing may wait there."""
-        return self.calls > 1
-
-
-def stops_of(targets: Sequence[Target], *, weighted: bool = False) -> tuple[Stop, ...]:
-    """The stops of some targets, which come in the order that the forward pass reaches them.
-
-    Args:
-        targets: The targets.
-        weighted: Whether tokens count as often as attention reads them, where its inputs are made. Weights beside the
-            attention that see the same tensor then have a Hessian of their own.
-    """
-    members: dict[tuple[str, bool], list[Target]] = {}
-    for target in targets:
-        members.setdefault((target.shares_input_with, weighted and target.feeds_attention), []).append(target)
-    found: dict[str, list[list[Target]]] = {}
-    for group in members.values():
-        found.setdefault(group[0].module or group[0].name, []).append(group)
-    return tuple(
-        Stop(
-            tuple(
-                InputGroup(
-                    tuple(target.name for target in group),
-                    tuple(
-                        dict.fromkeys(
-                            (location.parameter, location.piece) for target in group for location in target.locations
-                        )
-                    ),
-                    weighted and group[0].feeds_attention,
-                )
-                for group in groups
-            ),
-            groups[0][0].module,
-            max(target.calls for group in groups for target in group),
-        )
-        for groups in found.values()
-    )
-
 
 SolveStop = Callable[[Stop, Mapping[str, HessianStatistics]], None]
 """Quantize a stop's members in place, given the statistics of each group's inputs by its leader."""

@@ -15,8 +15,9 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
-from hessquant.calibration.collect import Collector, SameInputs, SolveStop, Stop, solve_looped
+from hessquant.calibration.collect import Collector, SameInputs, SolveStop, solve_looped
 from hessquant.calibration.prelude import BatchRun
+from hessquant.calibration.stops import Stop
 from hessquant.models.watch import Product, Watch
 
 

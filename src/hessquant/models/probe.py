@@ -3,7 +3,6 @@
 The weights are phantoms, which have shapes and storages but no memory, so a 70B config takes seconds.
 """
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -14,16 +13,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hessquant.errors import CaptureError, PlanError, SourceError
-from hessquant.models.attention import FeedsAttention
 from hessquant.models.blocks import find_blocks
 from hessquant.models.library import LIBRARY_ERRORS, from_config, parameters_on_meta, quiet, reason, run_model
-from hessquant.models.naming import Located, Naming, Stack
+from hessquant.models.naming import Naming
 from hessquant.models.phantom import PhantomArithmetic, give_phantoms
-from hessquant.models.routing import has_choice
+from hessquant.models.recorder import ProbedProduct, Recorder
 from hessquant.models.source import ModelSource
 from hessquant.models.stand_ins import BlockCalls, stand_ins
-from hessquant.models.watch import Product, Watch
-from hessquant.records import Location
 
 Role = Literal["embedding", "head", "weight"]
 
@@ -45,45 +41,6 @@ class ProbedParameter:
     role: Role
     block: int | None
     same_as: str
-
-
-@dataclass(frozen=True)
-class ProbedProduct:
-    """The products of one matrix in the forward pass.
-
-    Attributes:
-        name: The matrix's name in the checkpoint; that of its parameter where the checkpoint has none for it.
-        locations: Where its rows are in the model.
-        rows: Outputs.
-        columns: Inputs.
-        transposed: Whether the checkpoint stores it [columns, rows].
-        part_of: Tensor of the checkpoint that holds it with others; empty if it has one of its own.
-        whole: Whether every product is with the whole matrix, on the same side.
-        input_id: Number of the input tensor; equal for matrices multiplied with the very same tensor.
-        calls: Products of the matrix in one forward pass.
-        feeds_attention: Whether causal attention's queries, keys or values are made with it.
-    """
-
-    name: str
-    locations: tuple[Location, ...]
-    rows: int
-    columns: int
-    transposed: bool
-    whole: bool
-    input_id: tuple[int, int]
-    calls: int = 1
-    part_of: str = ""
-    feeds_attention: bool = False
-
-    @property
-    def parameter(self) -> str:
-        """The parameter that holds its first rows."""
-        return self.locations[0].parameter
-
-    @property
-    def module(self) -> str:
-        """The module that runs it together with other experts' matrices; empty for a plain matrix."""
-        return self.locations[0].module
 
 
 @dataclass(frozen=True)
@@ -147,7 +104,7 @@ def probe(
     with quiet(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         model = _build(source, config, trust_remote_code)
         lists = find_blocks(model)
-        recorder = _Recorder(model)
+        recorder = Recorder(model)
         inputs = _made_up(config) if inputs is None else inputs
         with PhantomArithmetic(), recorder.watch, recorder.feeds_attention.watch:
             _run(model, inputs, source.name)
@@ -210,7 +167,7 @@ class _Stop(Exception):
 
 
 def _replay_fault(
-    model: PreTrainedModel, blocks: Sequence[str], recorder: "_Recorder", inputs: Mapping[str, Tensor]
+    model: PreTrainedModel, blocks: Sequence[str], recorder: Recorder, inputs: Mapping[str, Tensor]
 ) -> str:
     """Why the blocks cannot be run one after another on recorded arguments; empty if they can."""
     fault = recorder.order_fault(blocks)
@@ -234,142 +191,6 @@ def _replay_fault(
     except Exception as error:  # the model's code, on outputs that its own blocks would not give
         return f"the model does more with what a block returns ({type(error).__name__}: {error})"
     return ""
-
-
-class _Recorder:
-    """Notes what a model's modules return and, while `watch` is entered, its products.
-
-    Attributes:
-        returns_tuple: Whether a module's output is a tuple, by module name.
-        routed: Modules that were called with a choice of experts.
-        feeds_attention: The parameters of which causal attention's queries, keys and values were made.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.returns_tuple: dict[str, bool] = {}
-        self.routed: set[str] = set()
-        self._calls: Counter[str] = Counter()
-        self._widths: dict[str, int] = {}
-        self._blocks_of: dict[str, list[str]] = {}
-        self._parameters = dict(model.named_parameters())
-        self._seen: dict[str, list[Product]] = {}
-        self._running: list[str] = []
-        self.feeds_attention = FeedsAttention()
-        self.watch = Watch(self._parameters, self._observe)
-        for name, module in model.named_modules():
-            module.register_forward_pre_hook(
-                lambda _, args, kwargs, name=name: self._enter(name, args, kwargs), with_kwargs=True
-            )
-            module.register_forward_hook(lambda _, _inputs, output, name=name: self._leave(name, output))
-
-    def reaches(self, module: str) -> bool:
-        """Whether a matrix of a module is multiplied."""
-        return any(name.startswith(f"{module}.") for name in self._seen)
-
-    def order_fault(self, blocks: Sequence[str]) -> str:
-        """Why these blocks do not come one after another, each with weights of its own; empty if they do."""
-        for block in blocks:
-            if self._calls[block] != 1:
-                return f"{block} is called {self._calls[block]} times in one forward pass"
-        known = set(blocks)
-        for name, modules in self._blocks_of.items():
-            if len(known.intersection(modules)) > 1:
-                return f"{name} is used by several blocks"
-        return ""
-
-    def hidden_size(self, blocks: Sequence[str]) -> int:
-        """Width of what the blocks return."""
-        return next((self._widths[block] for block in blocks if block in self._widths), 0)
-
-    def _enter(self, name: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        self._running.append(name)
-        self.feeds_attention.enter()
-        self._calls[name] += 1
-        if has_choice(args, kwargs):
-            self.routed.add(name)
-
-    def _leave(self, name: str, output: object) -> None:
-        self._running.remove(name)
-        self.feeds_attention.leave()
-        self.returns_tuple[name] = isinstance(output, tuple)
-        hidden = output[0] if isinstance(output, tuple) and output else output
-        if isinstance(hidden, Tensor) and hidden.ndim:
-            self._widths.setdefault(name, hidden.shape[-1])
-
-    def _observe(self, product: Product) -> None:
-        # Keeps the input alive, so that a later tensor cannot get its identity.
-        self._seen.setdefault(product.name, []).append(product)
-        self.feeds_attention.multiply(product.name)
-        self._blocks_of.setdefault(product.name, []).extend(self._running)
-
-    def products(self, naming: Naming, names: Collection[str]) -> tuple[ProbedProduct, ...]:
-        """Every multiplied matrix under its name in the checkpoint."""
-        stacks = {
-            name: Stack(calls[0].pieces, calls[0].rows, calls[0].transposed, self._parameters[name].ndim == 3)
-            for name, calls in self._seen.items()
-            if self._is_whole(calls) and (self._parameters[name].ndim == 3 or calls[0].pieces == 1)
-        }
-        located: dict[str, list[tuple[str, Located]]] = {}
-        for name, entry in naming.locate(stacks, names).items():
-            located.setdefault(entry.locations[0].parameter, []).append((name, entry))
-        numbers = self._input_numbers()
-        followed = {
-            location.parameter for found in located.values() for _, entry in found for location in entry.locations
-        }
-        products: list[ProbedProduct] = []
-        for name, calls in self._seen.items():
-            for title, entry in sorted(located.get(name, ()), key=lambda item: _position(item[1])):
-                products.append(self._located(title, entry, numbers))
-            if name not in followed:
-                products.append(self._plain(name, calls, numbers[name]))
-        return tuple(products)
-
-    def _input_numbers(self) -> dict[str, int]:
-        """A number for what each parameter is multiplied with."""
-        identities: dict[tuple[int, ...], int] = {}
-        numbers = {}
-        for name, calls in self._seen.items():
-            # Of a stack, the first call is with one of its matrices; of a plain matrix, all calls are its own.
-            inputs = tuple(id(call.source) for call in (calls[:1] if calls[0].pieces > 1 else calls))
-            numbers[name] = identities.setdefault(inputs, len(identities))
-        return numbers
-
-    def _located(self, name: str, entry: Located, numbers: Mapping[str, int]) -> ProbedProduct:
-        """A matrix of the checkpoint; its rows may be in several matrices of the model if these share their input."""
-        # In the order of the forward pass, so that the first of them is where inputs are first seen.
-        order = list(self._seen)
-        locations = tuple(sorted(entry.locations, key=lambda location: order.index(location.parameter)))
-        calls = self._seen[locations[0].parameter]
-        pieces = [call.piece for call in calls]
-        inputs = {(numbers[location.parameter], location.piece) for location in entry.locations}
-        return ProbedProduct(
-            name,
-            locations,
-            entry.rows,
-            calls[0].columns,
-            entry.transposed,
-            len(inputs) == 1,
-            min(inputs),
-            max(pieces.count(piece) for piece in set(pieces)),
-            entry.part_of,
-        )
-
-    def _plain(self, parameter: str, calls: list[Product], number: int) -> ProbedProduct:
-        """A parameter that is not multiplied whole, or whose tensors in the checkpoint cannot be followed."""
-        first = calls[0]
-        location = Location(parameter, first.rows, transposed=first.transposed)
-        return ProbedProduct(
-            parameter, (location,), first.rows, first.columns, first.transposed, False, (number, 0), len(calls)
-        )
-
-    def _is_whole(self, calls: list[Product]) -> bool:
-        """Whether every product is with matrices of one shape that make up the parameter, on the same side."""
-        shape = {(call.rows, call.columns, call.transposed, call.pieces) for call in calls}
-        return len(shape) == 1 and calls[0].pieces > 0
-
-
-def _position(entry: Located) -> tuple[int, int]:
-    return entry.locations[0].piece, entry.locations[0].first_row
 
 
 def _parameters(model: PreTrainedModel, blocks: tuple[str, ...]) -> dict[str, ProbedParameter]:

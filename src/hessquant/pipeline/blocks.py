@@ -8,11 +8,12 @@ from torch import Tensor
 
 from hessquant.calibration.activations import ActivationStore
 from hessquant.calibration.batches import Batch
-from hessquant.calibration.collect import Collector, SolveStop, Stop, stops_of
+from hessquant.calibration.collect import Collector, SolveStop
 from hessquant.calibration.forward_once import run_block_once
 from hessquant.calibration.head import run_head
 from hessquant.calibration.passes import replay_block, run_block_in_passes
 from hessquant.calibration.prelude import BatchRun, BatchState, WholePass, record_arguments
+from hessquant.calibration.stops import Stop, stops_of
 from hessquant.config import Config
 from hessquant.core.hessian import HessianStatistics
 from hessquant.models.stream import StreamedModel

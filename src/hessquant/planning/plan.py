@@ -10,7 +10,8 @@ from hessquant.config import Config
 from hessquant.errors import SourceError
 from hessquant.formats.dialect import ModuleSettings, PackedWeight, settings_of
 from hessquant.formats.outputs import OUTPUTS
-from hessquant.models.probe import Probe, ProbedProduct, probe
+from hessquant.models.probe import Probe, probe
+from hessquant.models.recorder import ProbedProduct
 from hessquant.models.source import ModelSource, load_config
 from hessquant.planning.servers import untried, verdicts
 from hessquant.planning.serving import refuse_unserved

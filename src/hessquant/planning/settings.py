@@ -9,7 +9,7 @@ from hessquant.config import AUTO_GROUP_SIZES, Config, Override
 from hessquant.errors import GroupSizeError, PatternError, PlanError
 from hessquant.formats.dialect import ModuleSettings
 from hessquant.formats.outputs import OUTPUTS
-from hessquant.models.probe import ProbedProduct
+from hessquant.models.recorder import ProbedProduct
 from hessquant.planning.patterns import match_all
 from hessquant.planning.shapes import Shape, auto_group_size, tensor_parallel, weight_pattern
 from hessquant.planning.targets import fused_sets

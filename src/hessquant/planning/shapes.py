@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from hessquant.config import AUTO_GROUP_SIZES
-from hessquant.models.probe import ProbedProduct
+from hessquant.models.recorder import ProbedProduct
 
 _WORD = 32
 _LARGEST_TENSOR_PARALLEL = 64

@@ -6,7 +6,8 @@ from typing import TypeVar
 
 from hessquant.config import Config
 from hessquant.errors import PlanError
-from hessquant.models.probe import Probe, ProbedProduct
+from hessquant.models.probe import Probe
+from hessquant.models.recorder import ProbedProduct
 from hessquant.planning.patterns import match_all
 from hessquant.records import Target, TensorInfo
 
