@@ -10,9 +10,14 @@ from transformers import BartConfig, BertConfig, FalconConfig, Llama4TextConfig,
 from hessquant.errors import PlanError, SourceError
 from hessquant.models.probe import probe
 from hessquant.models.source import ModelSource
-from hessquant.records import Location
+from hessquant.records import Location, TensorInfo
 
 SOURCE = ModelSource("tiny", Path("nowhere"))
+
+
+def tensors(names):
+    """A checkpoint's tensors of whose shapes nothing is known."""
+    return {name: TensorInfo(name, (), "BF16", 0, "m.safetensors") for name in names}
 
 
 def products(found):
@@ -103,7 +108,7 @@ def test_experts_are_seen_one_by_one_under_their_names_in_the_checkpoint():
     config = MixtralConfig(**SMALL, intermediate_size=96, num_local_experts=4)
     stem = "model.layers.0.block_sparse_moe.experts"
     names = [f"{stem}.{expert}.{part}.weight" for expert in range(4) for part in ("w1", "w2", "w3")]
-    seen = products(probe(SOURCE, config, names))
+    seen = products(probe(SOURCE, config, tensors(names)))
     gate, up, down = (seen[f"{stem}.2.{part}.weight"] for part in ("w1", "w3", "w2"))
     assert (gate.rows, gate.columns, down.rows, down.columns) == (96, 64, 64, 96)
     stack = "model.layers.0.mlp.experts.gate_up_proj"
@@ -117,7 +122,7 @@ def test_experts_in_one_tensor_of_the_checkpoint_get_names_of_their_own():
     # All of them are multiplied at once, each with inputs of its own, stored [columns, rows].
     config = Llama4TextConfig(**SMALL, intermediate_size=64, intermediate_size_mlp=64, num_local_experts=4, head_dim=16)
     stem = "model.layers.0.feed_forward.experts"
-    seen = products(probe(SOURCE, config, [f"{stem}.gate_up_proj", f"{stem}.down_proj"]))
+    seen = products(probe(SOURCE, config, tensors([f"{stem}.gate_up_proj", f"{stem}.down_proj"])))
     last = seen[f"{stem}.3.gate_up_proj.weight"]
     assert (last.rows, last.columns, last.transposed, last.part_of) == (128, 64, True, f"{stem}.gate_up_proj")
     assert last.locations == (Location(f"{stem}.gate_up_proj", 128, piece=3, transposed=True, stacked=True),)

@@ -6,7 +6,7 @@ nothing, since the numbers stand for rows of one column.
 """
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Transpose,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
@@ -96,13 +97,17 @@ class Naming:
             found.setdefault(key, []).append(name)
         return found
 
-    def locate(self, stacks: Mapping[str, Stack], names: Collection[str]) -> dict[str, Located]:
+    def locate(self, stacks: Mapping[str, Stack], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Located]:
         """The matrices of the model's parameters by their names in the checkpoint.
 
         A stack that the checkpoint holds as one tensor is taken apart under names of its own (`stacked_name`). What is
         not made of whole rows has no location.
+
+        Args:
+            stacks: The parameters that are multiplied.
+            shapes: Shape of every tensor of the checkpoint.
         """
-        keys = self.keys(names)
+        keys = self.keys(shapes)
         found: dict[str, Located] = {}
         converted = {}
         for name, stack in stacks.items():
@@ -114,10 +119,14 @@ class Naming:
         rows = _RowNumbers(converted)
         for name, numbers in self._reverted(rows.numbered()).items():
             own = [tensor for parameter in rows.parameters(numbers) for tensor in keys.get(parameter, [])]
-            if numbers.ndim == 2 and name in names:
+            if numbers.ndim == 2 and name in shapes:
                 found |= rows.located(name, numbers, part_of="")
             elif numbers.ndim == 3:
                 tensor = own[0] if len(own) == 1 else name
+                (parameter, *_) = rows.parameters(numbers)
+                if self._keeps(tensor, shapes.get(tensor), self._model.get_parameter(parameter).shape):
+                    found |= _as_stored(tensor, parameter, stacks[parameter])
+                    continue
                 for piece, of_piece in enumerate(numbers):
                     found |= rows.located(stacked_name(tensor, piece), of_piece, part_of=tensor)
         return found
@@ -126,6 +135,14 @@ class Naming:
         """Whether loading does more with a tensor than rename it."""
         _, pattern = rename_source_key(tensor, self._renamings, self._converters)
         return pattern is not None
+
+    def _keeps(self, tensor: str, stored: tuple[int, ...] | None, shape: tuple[int, ...]) -> bool:
+        """Whether loading transposes a tensor only if its shape is not the parameter's, and it is, or is not known."""
+        _, pattern = rename_source_key(tensor, self._renamings, self._converters)
+        converter = next((entry for entry in self._converters if pattern in entry.source_patterns), None)
+        if converter is None or not all(isinstance(op, Transpose) and op.check_dims for op in converter.operations):
+            return False
+        return stored in (None, tuple(shape))
 
     def _reverted(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What the model's parameters would be in the checkpoint."""

@@ -3,7 +3,7 @@
 The weights are phantoms, which have shapes and storages but no memory, so a 70B config takes seconds.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -20,10 +20,12 @@ from hessquant.models.phantom import PhantomArithmetic, give_phantoms
 from hessquant.models.recorder import ProbedProduct, Recorder
 from hessquant.models.source import ModelSource
 from hessquant.models.stand_ins import BlockCalls, stand_ins
+from hessquant.records import TensorInfo
 
 Role = Literal["embedding", "head", "weight"]
 
 _TOKENS = 8
+_NO_TENSORS: Mapping[str, TensorInfo] = {}
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class Probe:
 def probe(
     source: ModelSource,
     config: PreTrainedConfig,
-    names: Collection[str] = (),
+    tensors: Mapping[str, TensorInfo] = _NO_TENSORS,
     *,
     inputs: Mapping[str, Tensor] | None = None,
     trust_remote_code: bool = False,
@@ -93,7 +95,7 @@ def probe(
     Args:
         source: Named in errors; no weights are read.
         config: The model's configuration; not changed.
-        names: Names of the checkpoint's tensors.
+        tensors: The checkpoint's tensors by name.
         inputs: What to run it on; None = a few made-up tokens.
         trust_remote_code: Allow code that comes with the model to run.
 
@@ -126,11 +128,11 @@ def probe(
             replace(
                 product, feeds_attention=any(at.parameter in recorder.feeds_attention.names for at in product.locations)
             )
-            for product in recorder.products(naming, names)
+            for product in recorder.products(naming, {name: info.shape for name, info in tensors.items()})
         ),
         parameters=_parameters(model, blocks),
-        keys={name: key for key, found in naming.keys(names).items() for name in found if name != key},
-        converted=frozenset(filter(naming.is_converted, names)),
+        keys={name: key for key, found in naming.keys(tensors).items() for name in found if name != key},
+        converted=frozenset(filter(naming.is_converted, tensors)),
         buffers=frozenset(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)},
         routed=frozenset(recorder.routed),
         decodes=model.can_generate() and not model.config.is_encoder_decoder,

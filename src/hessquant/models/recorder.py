@@ -1,7 +1,7 @@
 """What one forward pass shows of a model: its products, what its modules return, and how often they are called."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -118,7 +118,7 @@ class Recorder:
         self.feeds_attention.multiply(product.name)
         self._blocks_of.setdefault(product.name, []).extend(self._running)
 
-    def products(self, naming: Naming, names: Collection[str]) -> tuple[ProbedProduct, ...]:
+    def products(self, naming: Naming, shapes: Mapping[str, tuple[int, ...]]) -> tuple[ProbedProduct, ...]:
         """Every multiplied matrix under its name in the checkpoint."""
         stacks = {
             name: Stack(calls[0].pieces, calls[0].rows, calls[0].transposed, self._parameters[name].ndim == 3)
@@ -126,7 +126,7 @@ class Recorder:
             if self._is_whole(calls) and (self._parameters[name].ndim == 3 or calls[0].pieces == 1)
         }
         located: dict[str, list[tuple[str, Located]]] = {}
-        for name, entry in naming.locate(stacks, names).items():
+        for name, entry in naming.locate(stacks, shapes).items():
             located.setdefault(entry.locations[0].parameter, []).append((name, entry))
         numbers = self._input_numbers()
         followed = {
