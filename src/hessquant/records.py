@@ -86,6 +86,7 @@ class Target:
         shares_input_with: The first target that is multiplied with the same input tensor, possibly itself.
         calls: Products with it in one forward pass; more than one where a layer is looped.
         part_of: Tensor of the source that holds it with others; empty if it has one of its own.
+        may_be_skipped: Whether tokens may be routed past it, so that none may reach it.
         feeds_attention: Whether causal attention's queries, keys or values are made with it.
     """
 
@@ -102,6 +103,7 @@ class Target:
     calls: int = 1
     part_of: str = ""
     feeds_attention: bool = False
+    may_be_skipped: bool = False
 
     @property
     def module(self) -> str:

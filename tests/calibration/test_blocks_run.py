@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -385,3 +386,20 @@ def test_a_block_that_changes_the_shape_of_the_hidden_state_is_refused(run_block
     solver = Halving(dict(block.named_parameters()))
     with pytest.raises(CaptureError, match=r"turns a hidden state \[1, 3, 4\] into \[1, 3, 8\]"):
         run_block(block, 0, routed_states([1]), Collector((stop_at("up.weight"),)), solver.parameters, solver)
+
+
+@RUNS
+def test_a_weight_that_tokens_may_be_routed_past_is_solved_without_statistics(run_block):
+    block = Routed().requires_grad_(False)
+    block.first.weight.zero_()
+    rare = replace(stop_at("rare.weight"), may_be_skipped=True)
+    asked = {}
+    solver = Halving(dict(block.named_parameters()))
+
+    def solve(stop, statistics):
+        asked[stop.leader] = set(statistics)
+        solver(stop, statistics)
+
+    stops = stop_at("first.weight"), rare, stop_at("last.weight")
+    run_block(block, 0, routed_states([-1, -2]), Collector(stops), solver.parameters, solve)
+    assert asked == {"first.weight": {"first.weight"}, "rare.weight": set(), "last.weight": {"last.weight"}}

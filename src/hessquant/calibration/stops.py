@@ -37,11 +37,13 @@ class Stop:
         groups: One; of a module that owns stacked experts, one per expert and input.
         module: That module; empty for a plain matrix.
         calls: Products of a matrix in one forward pass of the block.
+        may_be_skipped: Whether tokens may be routed past it, so that none may reach it.
     """
 
     groups: tuple[InputGroup, ...]
     module: str = ""
     calls: int = 1
+    may_be_skipped: bool = False
 
     @property
     def leader(self) -> str:
@@ -84,6 +86,7 @@ def stops_of(targets: Sequence[Target], *, weighted: bool = False) -> tuple[Stop
             ),
             groups[0][0].module,
             max(target.calls for group in groups for target in group),
+            any(target.may_be_skipped for group in groups for target in group),
         )
         for groups in found.values()
     )

@@ -6,6 +6,7 @@ it would, which a forward pass on fake tensors alone cannot do.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -26,6 +27,12 @@ def give_phantoms(model: nn.Module) -> None:
                     values = torch.empty(parameter.shape, dtype=parameter.dtype)
                     phantoms[id(parameter)] = nn.Parameter(values, requires_grad=False)
             setattr(module, name, phantoms[id(parameter)])
+        # Some modules move themselves to another dtype as they run; a phantom cannot be moved, and need not be.
+        module._apply = MethodType(_stay, module)  # type: ignore[method-assign]
+
+
+def _stay(module: nn.Module, _change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    return module
 
 
 class PhantomArithmetic(TorchFunctionMode):

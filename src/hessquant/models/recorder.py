@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from hessquant.models.attention import FeedsAttention
 from hessquant.models.naming import Located, Naming, Stack
 from hessquant.models.routing import has_choice
+from hessquant.models.siblings import in_order, pattern, unreached
+from hessquant.models.siblings import numbers as siblings_numbers
 from hessquant.models.watch import Product, Watch
 from hessquant.records import Location
 
@@ -24,6 +26,7 @@ class ProbedProduct:
         columns: Inputs.
         transposed: Whether the checkpoint stores it [columns, rows].
         part_of: Tensor of the checkpoint that holds it with others; empty if it has one of its own.
+        may_be_skipped: Whether tokens may be routed past it.
         whole: Whether every product is with the whole matrix, on the same side.
         input_id: Number of the input tensor; equal for matrices multiplied with the very same tensor.
         calls: Products of the matrix in one forward pass.
@@ -39,6 +42,7 @@ class ProbedProduct:
     input_id: tuple[int, int]
     calls: int = 1
     part_of: str = ""
+    may_be_skipped: bool = False
     feeds_attention: bool = False
 
     @property
@@ -70,6 +74,9 @@ class Recorder:
         self._parameters = dict(model.named_parameters())
         self._seen: dict[str, list[Product]] = {}
         self._running: list[str] = []
+        self._siblings: dict[str, str] = {}
+        self._open_patterns: set[str] = set()
+        self._order: dict[str, int] = {}
         self.feeds_attention = FeedsAttention()
         self.watch = Watch(self._parameters, self._observe)
         for name, module in model.named_modules():
@@ -119,7 +126,12 @@ class Recorder:
         self._blocks_of.setdefault(product.name, []).extend(self._running)
 
     def products(self, naming: Naming, shapes: Mapping[str, tuple[int, ...]]) -> tuple[ProbedProduct, ...]:
-        """Every multiplied matrix under its name in the checkpoint."""
+        """Every multiplied matrix under its name in the checkpoint, and those that other tokens would be."""
+        siblings = unreached(list(self._seen), {name: tuple(p.shape) for name, p in self._parameters.items()})
+        order = in_order(list(self._seen), siblings)
+        self._order = {name: index for index, name in enumerate(order)}
+        self._siblings, self._open_patterns = siblings, set(map(pattern, siblings))
+        self._seen = {name: self._seen[siblings.get(name, name)] for name in order}
         stacks = {
             name: Stack(calls[0].pieces, calls[0].rows, calls[0].transposed, self._parameters[name].ndim == 3)
             for name, calls in self._seen.items()
@@ -147,14 +159,15 @@ class Recorder:
         for name, calls in self._seen.items():
             # Of a stack, the first call is with one of its matrices; of a plain matrix, all calls are its own.
             inputs = tuple(id(call.source) for call in (calls[:1] if calls[0].pieces > 1 else calls))
+            if name in self._siblings:
+                inputs += siblings_numbers(name)
             numbers[name] = identities.setdefault(inputs, len(identities))
         return numbers
 
     def _located(self, name: str, entry: Located, numbers: Mapping[str, int]) -> ProbedProduct:
         """A matrix of the checkpoint; its rows may be in several matrices of the model if these share their input."""
         # In the order of the forward pass, so that the first of them is where inputs are first seen.
-        order = list(self._seen)
-        locations = tuple(sorted(entry.locations, key=lambda location: order.index(location.parameter)))
+        locations = tuple(sorted(entry.locations, key=lambda location: self._order[location.parameter]))
         calls = self._seen[locations[0].parameter]
         pieces = [call.piece for call in calls]
         inputs = {(numbers[location.parameter], location.piece) for location in entry.locations}
@@ -168,6 +181,7 @@ class Recorder:
             min(inputs),
             max(pieces.count(piece) for piece in set(pieces)),
             entry.part_of,
+            may_be_skipped=pattern(locations[0].parameter) in self._open_patterns,
         )
 
     def _plain(self, parameter: str, calls: list[Product], number: int) -> ProbedProduct:

@@ -133,7 +133,7 @@ class _Job:
 
 def _solve_with(solver: TargetSolver, parameters: Mapping[str, Tensor]) -> SolveStop:
     def solve(stop: Stop, statistics: Mapping[str, HessianStatistics]) -> None:
-        if stop.module:
+        if stop.module or not statistics:
             solver.solve_experts(parameters, [group.members for group in stop.groups], statistics)
             return
         (group,) = stop.groups

@@ -181,6 +181,7 @@ def _targets(
                 calls=product.calls,
                 part_of=product.part_of,
                 feeds_attention=product.feeds_attention,
+                may_be_skipped=product.may_be_skipped,
             )
         )
     return tuple(targets)
