@@ -137,8 +137,15 @@ def test_experts_are_targets_and_their_router_is_not(saved):
     experts = [target.name for target in plan.targets if ".experts." in target.name]
     assert len(experts) == 4 * 3
     assert len(plan.targets) == 12 + 4
-    reasons = {tensor.name: tensor.reason for tensor in plan.untouched}
-    assert reasons["model.layers.0.block_sparse_moe.gate.weight"] == "only 4 rows"
+    assert reasons(plan)["model.layers.0.block_sparse_moe.gate.weight"] == "router"
+
+
+def test_a_router_stays_however_many_experts_it_has(saved):
+    source, tensors = saved(MixtralConfig(**SMALL_MOE | {"num_local_experts": 64, "intermediate_size": 32}))
+    router = "model.layers.0.block_sparse_moe.gate.weight"
+    assert reasons(make_plan(source, tensors, Config()))[router] == "router"
+    included = make_plan(source, tensors, Config(include=("block_sparse_moe.gate",)))
+    assert router in {target.name for target in included.targets}
 
 
 def test_matrices_of_one_tensor_are_taken_together_or_not_at_all(saved):
@@ -148,8 +155,7 @@ def test_matrices_of_one_tensor_are_taken_together_or_not_at_all(saved):
     with pytest.raises(PlanError, match=rf"not all of {re.escape(stack)}, which is one tensor"):
         make_plan(source, tensors, Config(exclude=("experts.2.down_proj",)))
     plan = make_plan(source, tensors, Config(exclude=("experts.*.down_proj",)))
-    reasons = {tensor.name: tensor.reason for tensor in plan.untouched}
-    assert reasons[stack] == "excluded by pattern 'experts.*.down_proj'"
+    assert reasons(plan)[stack] == "excluded by pattern 'experts.*.down_proj'"
 
 
 def test_plan_reads_no_weights(llama):

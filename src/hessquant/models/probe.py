@@ -108,7 +108,7 @@ def probe(
         lists = find_blocks(model)
         recorder = Recorder(model)
         inputs = _made_up(config) if inputs is None else inputs
-        with PhantomArithmetic(), recorder.watch, recorder.feeds_attention.watch:
+        with PhantomArithmetic(), recorder.watch, recorder.feeds_attention.watch, recorder.routers.watch:
             _run(model, inputs, source.name)
         others = [block for blocks in lists[1:] for block in blocks]
         used = [block for block in others if recorder.reaches(block)]
@@ -126,7 +126,9 @@ def probe(
         hidden_size=recorder.hidden_size(blocks),
         products=tuple(
             replace(
-                product, feeds_attention=any(at.parameter in recorder.feeds_attention.names for at in product.locations)
+                product,
+                feeds_attention=any(at.parameter in recorder.feeds_attention.names for at in product.locations),
+                is_router=any(at.parameter in recorder.routers.names for at in product.locations),
             )
             for product in recorder.products(naming, {name: info.shape for name, info in tensors.items()})
         ),

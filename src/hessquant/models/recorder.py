@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hessquant.models.attention import FeedsAttention
 from hessquant.models.naming import Located, Naming, Stack
-from hessquant.models.routing import has_choice
+from hessquant.models.routing import Routers, has_choice
 from hessquant.models.siblings import in_order, pattern, unreached
 from hessquant.models.siblings import numbers as siblings_numbers
 from hessquant.models.watch import Product, Watch
@@ -27,6 +27,7 @@ class ProbedProduct:
         transposed: Whether the checkpoint stores it [columns, rows].
         part_of: Tensor of the checkpoint that holds it with others; empty if it has one of its own.
         may_be_skipped: Whether tokens may be routed past it.
+        is_router: Whether its outputs are what experts are chosen by.
         whole: Whether every product is with the whole matrix, on the same side.
         input_id: Number of the input tensor; equal for matrices multiplied with the very same tensor.
         calls: Products of the matrix in one forward pass.
@@ -43,6 +44,7 @@ class ProbedProduct:
     calls: int = 1
     part_of: str = ""
     may_be_skipped: bool = False
+    is_router: bool = False
     feeds_attention: bool = False
 
     @property
@@ -62,6 +64,7 @@ class Recorder:
     Attributes:
         returns_tuple: Whether a module's output is a tuple, by module name.
         routed: Modules that were called with a choice of experts.
+        routers: The parameters whose outputs are chosen from.
         feeds_attention: The parameters of which causal attention's queries, keys and values were made.
     """
 
@@ -78,6 +81,7 @@ class Recorder:
         self._open_patterns: set[str] = set()
         self._order: dict[str, int] = {}
         self.feeds_attention = FeedsAttention()
+        self.routers = Routers()
         self.watch = Watch(self._parameters, self._observe)
         for name, module in model.named_modules():
             module.register_forward_pre_hook(
@@ -123,6 +127,7 @@ class Recorder:
         # Keeps the input alive, so that a later tensor cannot get its identity.
         self._seen.setdefault(product.name, []).append(product)
         self.feeds_attention.multiply(product.name)
+        self.routers.multiply(product.name, product.rows)
         self._blocks_of.setdefault(product.name, []).extend(self._running)
 
     def products(self, naming: Naming, shapes: Mapping[str, tuple[int, ...]]) -> tuple[ProbedProduct, ...]:

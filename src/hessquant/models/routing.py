@@ -1,12 +1,58 @@
-"""Sending every token through every expert, by the arguments that a module with stacked experts is called with."""
+"""Routers, and sending every token through every expert, by what a model does with its choices."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from hessquant.errors import CaptureError
+
+_CHOICES = (torch.topk, torch.Tensor.topk, torch.argmax, torch.Tensor.argmax)
+
+
+class ChoiceWatch(TorchFunctionMode):
+    """Calls `observer` with the number of candidates before the largest of them are chosen."""
+
+    def __init__(self, observer: Callable[[int], None]) -> None:
+        super().__init__()
+        self._observer = observer
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Look at what is chosen from; pass every call on unchanged."""
+        if func in _CHOICES:
+            candidates = args[0] if args else (kwargs or {}).get("input")
+            if isinstance(candidates, Tensor) and candidates.ndim:
+                self._observer(candidates.shape[-1])
+        return func(*args, **(kwargs or {}))
+
+
+class Routers:
+    """Notes, while a model runs, the matrices whose outputs are chosen from.
+
+    Attributes:
+        names: Parameters found so far: the last that was multiplied of as many rows as there were candidates.
+    """
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self._latest: dict[int, str] = {}
+        self.watch = ChoiceWatch(self._choose)
+
+    def multiply(self, name: str, rows: int) -> None:
+        """A parameter is multiplied."""
+        self._latest[rows] = name
+
+    def _choose(self, candidates: int) -> None:
+        if candidates in self._latest:
+            self.names.add(self._latest[candidates])
 
 
 def through_every_expert(

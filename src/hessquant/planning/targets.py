@@ -42,9 +42,13 @@ def select_targets(
         candidates[head.name] = head
     _check_included(included, candidates, probe)
 
-    gates = {name for name, product in candidates.items() if product.rows < _FEWEST_ROWS} - named(included)
+    gates = {
+        name: "router" if product.is_router else f"only {product.rows} rows"
+        for name, product in candidates.items()
+        if (product.is_router or product.rows < _FEWEST_ROWS) and name not in named(included)
+    }
     sets = fused_sets(product for name, product in candidates.items() if name not in gates)
-    reasons = {name: f"only {candidates[name].rows} rows" for name in gates} | {
+    reasons = gates | {
         product.name: f"only {product.rows} rows"
         for members in sets
         if sum(product.rows for product in members) < MIN_ROWS
