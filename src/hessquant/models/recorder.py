@@ -2,9 +2,11 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hessquant.models.attention import FeedsAttention
 from hessquant.models.naming import Located, Naming, Stack
@@ -58,6 +60,9 @@ class ProbedProduct:
         return self.locations[0].module
 
 
+_FORGOTTEN = torch.empty(0)
+
+
 class Recorder:
     """Notes what a model's modules return and, while `watch` is entered, its products.
 
@@ -76,6 +81,8 @@ class Recorder:
         self._blocks_of: dict[str, list[str]] = {}
         self._parameters = dict(model.named_parameters())
         self._seen: dict[str, list[Product]] = {}
+        self._inputs: dict[str, list[int]] = {}
+        self._sources, self._sources_seen = WeakIdKeyDictionary(), 0
         self._running: list[str] = []
         self._siblings: dict[str, str] = {}
         self._open_patterns: set[str] = set()
@@ -124,8 +131,11 @@ class Recorder:
             self._widths.setdefault(name, hidden.shape[-1])
 
     def _observe(self, product: Product) -> None:
-        # Keeps the input alive, so that a later tensor cannot get its identity.
-        self._seen.setdefault(product.name, []).append(product)
+        # The input itself is not kept: with images, those of a whole pass are gigabytes.
+        number: int = self._sources.setdefault(product.source, self._sources_seen)  # type: ignore[no-untyped-call]
+        self._sources_seen += 1
+        self._seen.setdefault(product.name, []).append(replace(product, inputs=_FORGOTTEN, source=_FORGOTTEN))
+        self._inputs.setdefault(product.name, []).append(number)
         self.feeds_attention.multiply(product.name)
         self.routers.multiply(product.name, product.rows)
         self._blocks_of.setdefault(product.name, []).extend(self._running)
@@ -163,7 +173,8 @@ class Recorder:
         numbers = {}
         for name, calls in self._seen.items():
             # Of a stack, the first call is with one of its matrices; of a plain matrix, all calls are its own.
-            inputs = tuple(id(call.source) for call in (calls[:1] if calls[0].pieces > 1 else calls))
+            known = self._inputs[self._siblings.get(name, name)]
+            inputs = tuple(known[:1] if calls[0].pieces > 1 else known)
             if name in self._siblings:
                 inputs += siblings_numbers(name)
             numbers[name] = identities.setdefault(inputs, len(identities))
