@@ -4,6 +4,7 @@
 """
 
 import copy
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -169,9 +170,14 @@ def build(config: PreTrainedConfig, class_name: str | None = None, seed: int = 0
             model = AutoModelForCausalLM.from_config(config, **options)
         else:
             model = getattr(transformers, class_name)._from_config(config, **options)
+        # What checkpoints leave out, since the class computes it, has to stay what the class makes of it.
+        unsaved = "|".join(model._keys_to_ignore_on_save or ()) or r"(?!)"
+        computed = {name: weight.clone() for name, weight in model.named_parameters() if re.search(unsaved, name)}
         with torch.no_grad():
             for module in model.modules():
                 _spread(module)
+            for name, weight in computed.items():
+                model.get_parameter(name).copy_(weight)
         model.tie_weights()
     return model.eval()
 
