@@ -60,7 +60,11 @@ def _tiles(report: RunReport, summed: Totals) -> Iterable[str]:
         (format_percent(summed.mean_relative_output_error), "mean error relative to the layer's output"),
         (f"{round(plan.bits_per_weight, 4):g}", "bits per weight, scales and zeros included"),
         (format_bytes(report.output_bytes), f"on disk, from {format_bytes(plan.source_bytes)}"),
-        (format_percent(plan.unquantized_share), "of the weight bytes left in 16 bit"),
+        (
+            format_percent(plan.unquantized_share),
+            "of the weight bytes left in 16 bit; "
+            f"{format_percent(plan.unquantized_matrices)} without embeddings and head",
+        ),
         (f"{report.verified_tensors:,} / {summed.layers:,}", "weights re-read and decoded exactly"),
         (format_seconds(report.seconds), f"wall time; {format_seconds(report.cpu_seconds)} of CPU time"),
         (format_bytes(report.peak_memory_bytes), "peak memory"),
