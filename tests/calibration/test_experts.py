@@ -12,6 +12,7 @@ from hessquant.calibration.stops import InputGroup, Stop
 from hessquant.core.hessian import hessian
 from hessquant.errors import CaptureError
 from hessquant.models.stand_ins import BlockArguments
+from hessquant.models.watch import Product
 
 RUNS = pytest.mark.parametrize("run_block", [run_block_once, run_block_in_passes])
 HIDDEN, INNER, EXPERTS, CHOSEN = 64, 32, 4, 2
@@ -194,3 +195,15 @@ def test_an_expert_that_no_token_reaches_has_no_statistics(run_block):
     block.route = lambda flat: (torch.zeros(len(flat), 1, dtype=torch.long), torch.ones(len(flat), 1))
     solver = run(run_block, block, batches())
     assert set(solver.tokens) == {"gate_up_proj.0", "down_proj.0", "last.weight"}
+
+
+def test_where_all_experts_are_multiplied_at_once_rows_of_zeros_are_no_tokens():
+    stack = torch.randn(2, 8, 4)
+    groups = tuple(InputGroup((f"w.{e}",), (("w", e),)) for e in range(2))
+    collector = Collector((Stop(groups, module="experts"),))
+    inputs = torch.ones(2, 5, 8)
+    inputs[0, 2:] = 0
+    product = Product("w", inputs, inputs, 4, 8, True, len(stack), None)
+    collector.add(product, BatchState(torch.zeros(1, 5, 8), (), (0,)))
+    found = collector.take(collector.stops[0])
+    assert {leader: statistics.token_count for leader, statistics in found.items()} == {"w.0": 2, "w.1": 5}

@@ -195,3 +195,23 @@ def test_memory_does_not_grow_with_the_number_of_blocks(llama):
     config = Config(num_windows=1, window_length=100, activation_memory=10**9)
     few, many = (make_plan(*llama(num_hidden_layers=layers), config).memory_bytes for layers in (1, 4))
     assert few == many
+
+
+def test_a_plan_that_leaves_too_much_in_16_bit_is_refused_with_the_largest_of_it(llama):
+    source, tensors = llama()
+    weights = sum(info.bytes for info in tensors.values())
+    extra = TensorInfo("model.mtp.proj.weight", (weights // 4, 2), "BF16", weights, "model.safetensors")
+    more = tensors | {extra.name: extra}
+    message = (
+        r"(5\d|6\d)\.\d% of the weight bytes would stay in 16 bit.*\n  model\.mtp\.proj\.weight: .* bytes, unknown"
+    )
+    with pytest.raises(PlanError, match=message):
+        make_plan(source, more, Config())
+    plan = make_plan(source, more, Config(max_unquantized=0.7))
+    assert 0.5 < plan.unquantized_matrices < 0.7
+    assert make_plan(source, tensors, Config()).unquantized_matrices < 0.02
+
+
+def test_what_the_users_patterns_leave_out_does_not_count_against_the_limit(llama):
+    plan = make_plan(*llama(), Config(exclude=("mlp.*",), max_unquantized=0.05))
+    assert plan.unquantized_matrices > 0.5
