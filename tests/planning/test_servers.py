@@ -44,6 +44,20 @@ def targets(changes=None, **settings):
     return tuple(found)
 
 
+HEAD = Target(
+    "lm_head.weight",
+    (Location("lm_head.weight", 49152),),
+    len(BLOCKS),
+    49152,
+    576,
+    4,
+    64,
+    True,
+    False,
+    "lm_head.weight",
+)
+
+
 def found(output_format, weights):
     return {verdict.client: verdict for verdict in verdicts(output_format, weights, BLOCKS)}
 
@@ -231,19 +245,7 @@ def test_mixtures_are_judged_as_the_acceptance_run_found(output_format, client, 
     ],
 )
 def test_quantized_heads_are_judged_as_the_acceptance_run_found(output_format, client, opens):
-    head = Target(
-        "lm_head.weight",
-        (Location("lm_head.weight", 49152),),
-        len(BLOCKS),
-        49152,
-        576,
-        4,
-        64,
-        True,
-        False,
-        "lm_head.weight",
-    )
-    assert found(output_format, (*targets(), head))[client].opens == opens
+    assert found(output_format, (*targets(), HEAD))[client].opens == opens
 
 
 def test_only_clients_that_fuse_mind_uneven_sets():
@@ -335,28 +337,16 @@ def test_a_client_is_named_by_itself_or_without_its_device():
 
 
 def test_a_quantized_head_is_an_open_question_where_nobody_tried_it():
-    head = Target(
-        "lm_head.weight",
-        (Location("lm_head.weight", 49152),),
-        len(BLOCKS),
-        49152,
-        576,
-        4,
-        64,
-        True,
-        False,
-        "lm_head.weight",
-    )
     rule = next(rule for rule in RULES if rule.name == "vllm-cpu" and rule.format == "gptq")
     tried, untried = replace(rule, head=Head("yes", rule.evidence)), replace(rule, head=None)
     refusing = replace(rule, head=Head("no", rule.evidence, "leaves it out"))
-    assert (judge(refusing, (*targets(), head), BLOCKS).opens, judge(refusing, targets(), BLOCKS).opens) == (
+    assert (judge(refusing, (*targets(), HEAD), BLOCKS).opens, judge(refusing, targets(), BLOCKS).opens) == (
         "no",
         "yes",
     )
-    assert judge(refusing, (*targets(), head), BLOCKS).reason == "leaves it out"
-    assert judge(tried, (*targets(), head), BLOCKS).opens == "yes"
-    verdict = judge(untried, (*targets(), head), BLOCKS)
+    assert judge(refusing, (*targets(), HEAD), BLOCKS).reason == "leaves it out"
+    assert judge(tried, (*targets(), HEAD), BLOCKS).opens == "yes"
+    verdict = judge(untried, (*targets(), HEAD), BLOCKS)
     assert (verdict.opens, verdict.reason, verdict.basis) == ("unknown", "never tried with a quantized head", "not run")
     assert judge(untried, targets(), BLOCKS).opens == "yes"
 
