@@ -7,8 +7,8 @@ model passes it, per block; the last stand-in ends the pass, so that the head do
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hessquant.calibration.batches import Batch
 from hessquant.errors import CaptureError
 from hessquant.models.library import run_model
-from hessquant.models.stand_ins import BlockArguments, BlockCalls, stand_ins
+from hessquant.models.stand_ins import BlockArguments, record_calls
 
 _CANDIDATES = 8
 
@@ -126,10 +126,6 @@ class WholePass:
         self.run(index, block)
 
 
-class _PreludeDone(Exception):
-    """The last block has been reached."""
-
-
 def record_arguments(
     model: nn.Module,
     blocks: Sequence[str],
@@ -151,19 +147,10 @@ def record_arguments(
     """
     states, interned = [], _Interned()
     for batch in batches:
-        calls = BlockCalls(blocks)
-
-        def note(index: int, hidden: Tensor, arguments: BlockArguments, calls: BlockCalls = calls) -> Tensor:
-            calls.note(index, hidden, arguments)
-            if calls.complete:
-                raise _PreludeDone
-            return hidden
-
-        with stand_ins(model, blocks, returns_tuple, note), suppress(_PreludeDone), torch.no_grad():
-            run_batch(model, batch)
-        calls.check()
-        arguments = tuple(interned.arguments(arguments) for _, arguments in calls.calls)
-        states.append(BatchState(keep(calls.calls[0][0]), arguments, batch.windows))
+        with torch.no_grad():
+            calls = record_calls(model, blocks, returns_tuple, partial(run_batch, model, batch))
+        arguments = tuple(interned.arguments(arguments) for _, arguments in calls)
+        states.append(BatchState(keep(calls[0][0]), arguments, batch.windows))
     return states
 
 

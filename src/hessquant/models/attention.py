@@ -11,31 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
+
+from hessquant.models.watch import Looking
 
 _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
-class AttentionWatch(TorchFunctionMode):
+class AttentionWatch(Looking):
     """Calls `observer` before each causal attention within one sequence."""
 
     def __init__(self, observer: Callable[[], None]) -> None:
         super().__init__()
         self._observer = observer
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Look at the mask of an attention; pass every call on unchanged."""
+    def look(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Look at the mask of an attention."""
         if func is torch.nn.functional.scaled_dot_product_attention:
-            given = dict(zip(_PARAMETERS, args, strict=False)) | dict(kwargs or {})
+            given = dict(zip(_PARAMETERS, args, strict=False)) | dict(kwargs)
             if given.get("is_causal") or _hides_what_comes(given.get("attn_mask")):
                 self._observer()
-        return func(*args, **(kwargs or {}))
 
 
 class FeedsAttention:

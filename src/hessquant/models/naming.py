@@ -70,12 +70,14 @@ class Naming:
 
     Attributes:
         conversions: transformers' conversion mapping for the model.
+        keys: Checkpoint tensors by the state-dict key that they end in (the first, where one tensor makes several).
 
     Args:
         model: The model; its parameters need no values.
+        names: Names of the checkpoint's tensors.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, names: Iterable[str]) -> None:
         self._model = model
         self.conversions: list[Any] = get_model_conversion_mapping(model)
         self._renamings = [entry for entry in self.conversions if isinstance(entry, WeightRenaming)]
@@ -83,10 +85,10 @@ class Naming:
         aliases: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             aliases.setdefault(id(parameter), []).append(name)
-        self._aliases = {name: names for names in aliases.values() for name in names}
+        self._aliases = {name: alike for alike in aliases.values() for name in alike}
+        self.keys = self._keys(names)
 
-    def keys(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """Checkpoint tensors by the state-dict key that they end in (the first, where one tensor makes several)."""
+    def _keys(self, names: Iterable[str]) -> dict[str, list[str]]:
         state, prefix = self._model.state_dict(), self._model.base_model_prefix
         found: dict[str, list[str]] = {}
         # In the order in which transformers loads them: some renamings act only after they have seen a certain name.
@@ -107,8 +109,7 @@ class Naming:
             stacks: The parameters that are multiplied.
             shapes: Shape of every tensor of the checkpoint.
         """
-        keys = self.keys(shapes)
-        found: dict[str, Located] = {}
+        keys, found = self.keys, dict[str, Located]()
         converted = {}
         for name, stack in stacks.items():
             own = next((keys[alias] for alias in self._aliases[name] if alias in keys), [] if keys else [name])
@@ -163,6 +164,12 @@ class _RowNumbers:
         self._names = list(stacks)
         counts = (stack.pieces * stack.rows for stack in stacks.values())
         self._starts = list(accumulate(counts, initial=0))
+        # Rows at which another matrix begins.
+        self._boundaries = {
+            start + piece * stack.rows
+            for stack, start in zip(stacks.values(), self._starts, strict=False)
+            for piece in range(stack.pieces)
+        } - {0}
 
     def numbered(self) -> dict[str, Tensor]:
         """The parameters, with one column, which holds the numbers of the rows."""
@@ -200,12 +207,7 @@ class _RowNumbers:
     def _runs(self, flat: Tensor) -> tuple[Location, ...]:
         """As runs of rows that follow each other in their matrices."""
         breaks = (flat.diff() != 1).nonzero().flatten() + 1
-        boundaries = {start for start in self._starts if start > 0} | {
-            start + piece * stack.rows
-            for stack, start in zip(self._stacks.values(), self._starts, strict=False)
-            for piece in range(1, stack.pieces)
-        }
-        inside = [index for index, number in enumerate(flat.tolist()) if number in boundaries]
+        inside = [index for index, number in enumerate(flat.tolist()) if number in self._boundaries]
         cuts = sorted({0, len(flat), *breaks.tolist(), *inside})
         locations = [self._location(flat[start:stop], start, 1) for start, stop in pairwise(cuts)]
         return tuple(location for location in locations if location is not None) if all(locations) else ()

@@ -15,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from hessquant.models.watch import storage_key
+
 
 def give_phantoms(model: nn.Module) -> None:
     """Put a phantom in the place of every parameter of a model; what was one parameter stays one."""
@@ -62,17 +64,16 @@ class PhantomArithmetic(TorchFunctionMode):
             return result
         if _works_in_place(func) and not isinstance(args[0], FakeTensor):
             return args[0]
-        storages = {_storage(tensor) for tensor in phantoms}
+        storages = {storage_key(tensor) for tensor in phantoms}
         return tree_map(lambda leaf: self._real(leaf, storages), result)
 
     def _real(self, leaf: Any, storages: set[int]) -> Any:
         # A view of a phantom, such as one expert's slice, stays what it is.
-        if not isinstance(leaf, FakeTensor) or _storage(leaf) in storages:
+        if not isinstance(leaf, FakeTensor) or storage_key(leaf) in storages:
             return leaf
         values = torch.randn(tuple(leaf.shape), generator=self._generator)
-        return values.to(leaf.dtype if leaf.dtype.is_floating_point or leaf.dtype.is_complex else torch.int8).to(
-            leaf.dtype
-        )
+        fractional = leaf.dtype.is_floating_point or leaf.dtype.is_complex
+        return (values if fractional else values.trunc()).to(leaf.dtype)
 
 
 # A phantom number has to be some number.
@@ -89,8 +90,3 @@ _AUGMENTED = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "and",
 def _works_in_place(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
     return name in _AUGMENTED or (name.endswith("_") and not name.endswith("__"))
-
-
-def _storage(tensor: Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
-    return key

@@ -4,8 +4,8 @@ The weights are phantoms, which have shapes and storages but no memory, so a 70B
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -14,12 +14,20 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hessquant.errors import CaptureError, PlanError, SourceError
 from hessquant.models.blocks import find_blocks
-from hessquant.models.library import LIBRARY_ERRORS, from_config, parameters_on_meta, quiet, reason, run_model
+from hessquant.models.library import (
+    LIBRARY_ERRORS,
+    from_config,
+    parameters_on_meta,
+    predicts_next_token,
+    quiet,
+    reason,
+    run_model,
+)
 from hessquant.models.naming import Naming
 from hessquant.models.phantom import PhantomArithmetic, give_phantoms
 from hessquant.models.recorder import ProbedProduct, Recorder
 from hessquant.models.source import ModelSource
-from hessquant.models.stand_ins import BlockCalls, stand_ins
+from hessquant.models.stand_ins import record_calls
 from hessquant.records import TensorInfo
 
 Role = Literal["embedding", "head", "weight"]
@@ -77,6 +85,11 @@ class Probe:
     routed: frozenset[str]
     decodes: bool
 
+    @cached_property
+    def multiplied(self) -> frozenset[str]:
+        """Parameters that hold rows of some product first."""
+        return frozenset(product.parameter for product in self.products)
+
     def parameter_of(self, name: str) -> ProbedParameter | None:
         """The parameter that a checkpoint tensor ends in; None if the model has none."""
         return self.parameters.get(self.keys.get(name, name))
@@ -117,27 +130,20 @@ def probe(
         if not fault:
             with PhantomArithmetic():
                 fault = _replay_fault(model, blocks, recorder, inputs)
-    naming = Naming(model)
+    naming = Naming(model, tensors)
     return Probe(
         architecture=type(model).__name__,
         blocks=blocks,
         whole=fault,
         returns_tuple=tuple(recorder.returns_tuple.get(block, False) for block in blocks),
         hidden_size=recorder.hidden_size(blocks),
-        products=tuple(
-            replace(
-                product,
-                feeds_attention=any(at.parameter in recorder.feeds_attention.names for at in product.locations),
-                is_router=any(at.parameter in recorder.routers.names for at in product.locations),
-            )
-            for product in recorder.products(naming, {name: info.shape for name, info in tensors.items()})
-        ),
+        products=recorder.products(naming, {name: info.shape for name, info in tensors.items()}),
         parameters=_parameters(model, blocks),
-        keys={name: key for key, found in naming.keys(tensors).items() for name in found if name != key},
+        keys={name: key for key, found in naming.keys.items() for name in found if name != key},
         converted=frozenset(filter(naming.is_converted, tensors)),
         buffers=frozenset(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)},
         routed=frozenset(recorder.routed),
-        decodes=model.can_generate() and not model.config.is_encoder_decoder,
+        decodes=predicts_next_token(config, trust_remote_code=trust_remote_code),
     )
 
 
@@ -166,10 +172,6 @@ def _run(model: PreTrainedModel, inputs: Mapping[str, Tensor], name: str) -> Non
         ) from error
 
 
-class _Stop(Exception):
-    """The last block has been reached."""
-
-
 def _replay_fault(
     model: PreTrainedModel, blocks: Sequence[str], recorder: Recorder, inputs: Mapping[str, Tensor]
 ) -> str:
@@ -177,19 +179,9 @@ def _replay_fault(
     fault = recorder.order_fault(blocks)
     if fault:
         return fault
-    calls = BlockCalls(blocks)
-
-    def note(index: int, hidden: Tensor, arguments: object) -> Tensor:
-        calls.note(index, hidden, arguments)  # type: ignore[arg-type]
-        if calls.complete:
-            raise _Stop
-        return hidden
-
     returns_tuple = [recorder.returns_tuple.get(block, False) for block in blocks]
     try:
-        with stand_ins(model, blocks, returns_tuple, note), suppress(_Stop):
-            run_model(model, inputs)
-        calls.check()
+        record_calls(model, blocks, returns_tuple, lambda: run_model(model, inputs))
     except CaptureError as error:
         return str(error)
     except Exception as error:  # the model's code, on outputs that its own blocks would not give

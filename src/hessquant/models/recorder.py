@@ -197,6 +197,8 @@ class Recorder:
             min(inputs),
             max(pieces.count(piece) for piece in set(pieces)),
             entry.part_of,
+            feeds_attention=any(location.parameter in self.feeds_attention.names for location in locations),
+            is_router=any(location.parameter in self.routers.names for location in locations),
             may_be_skipped=pattern(locations[0].parameter) in self._open_patterns,
         )
 

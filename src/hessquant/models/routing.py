@@ -5,33 +5,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from hessquant.errors import CaptureError
+from hessquant.models.watch import Looking
 
 _CHOICES = (torch.topk, torch.Tensor.topk, torch.argmax, torch.Tensor.argmax)
 
 
-class ChoiceWatch(TorchFunctionMode):
+class ChoiceWatch(Looking):
     """Calls `observer` with the number of candidates before the largest of them are chosen."""
 
     def __init__(self, observer: Callable[[int], None]) -> None:
         super().__init__()
         self._observer = observer
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Look at what is chosen from; pass every call on unchanged."""
+    def look(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Look at what is chosen from."""
         if func in _CHOICES:
-            candidates = args[0] if args else (kwargs or {}).get("input")
+            candidates = args[0] if args else kwargs.get("input")
             if isinstance(candidates, Tensor) and candidates.ndim:
                 self._observer(candidates.shape[-1])
-        return func(*args, **(kwargs or {}))
 
 
 class Routers:

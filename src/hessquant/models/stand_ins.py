@@ -1,7 +1,7 @@
 """A model run without its blocks: whoever stands in for them sees what the model passes to each."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,37 +82,43 @@ def stand_ins(
             model.set_submodule(name, block)
 
 
-class BlockCalls:
-    """Notes the calls of one forward pass with stand-ins, and checks that they can be replayed one after another.
+class _LastReached(Exception):
+    """The last block has been reached; the rest is not needed."""
 
-    Attributes:
-        calls: Hidden state and other arguments of each block.
+
+def record_calls(
+    model: nn.Module, blocks: Sequence[str], returns_tuple: Sequence[bool], run: Callable[[], object]
+) -> list[tuple[Tensor, BlockArguments]]:
+    """Run a model as far as its last block, with stand-ins that hand the hidden state on, and note what each is passed.
+
+    Args:
+        model: The model.
+        blocks: Module names of its blocks, in order.
+        returns_tuple: Whether each block returns a tuple.
+        run: Runs the model.
+
+    Returns:
+        Hidden state and other arguments of each block's call.
+
+    Raises:
+        CaptureError: If the blocks are not called one after another, each once and with the hidden state of the one
+            before, so that the calls cannot be replayed block by block.
     """
+    calls: list[tuple[Tensor, BlockArguments]] = []
 
-    def __init__(self, blocks: Sequence[str]) -> None:
-        self._blocks = blocks
-        self.calls: list[tuple[Tensor, BlockArguments]] = []
-
-    def note(self, index: int, hidden: Tensor, arguments: BlockArguments) -> Tensor:
-        """Note one call; the hidden state goes on unchanged."""
-        if index != len(self.calls):
-            raise CaptureError(f"{self._blocks[index]} is not called in the order of the blocks, or more than once")
+    def note(index: int, hidden: Tensor, arguments: BlockArguments) -> Tensor:
+        if index != len(calls):
+            raise CaptureError(f"{blocks[index]} is not called in the order of the blocks, or more than once")
         # Stand-ins are the identity: whatever else arrives was made between blocks, where nothing replays it.
-        if self.calls and hidden is not self.calls[0][0]:
-            raise CaptureError(f"the model changes the hidden state between blocks, before {self._blocks[index]}")
-        self.calls.append((hidden, arguments))
+        if calls and hidden is not calls[0][0]:
+            raise CaptureError(f"the model changes the hidden state between blocks, before {blocks[index]}")
+        calls.append((hidden, arguments))
+        if len(calls) == len(blocks):
+            raise _LastReached
         return hidden
 
-    @property
-    def complete(self) -> bool:
-        """Whether all blocks have been called."""
-        return len(self.calls) == len(self._blocks)
-
-    def check(self) -> None:
-        """Refuse a pass that left blocks out.
-
-        Raises:
-            CaptureError: Naming the first.
-        """
-        if not self.complete:
-            raise CaptureError(f"the forward pass does not reach {self._blocks[len(self.calls)]}")
+    with stand_ins(model, blocks, returns_tuple, note), suppress(_LastReached):
+        run()
+    if len(calls) < len(blocks):
+        raise CaptureError(f"the forward pass does not reach {blocks[len(calls)]}")
+    return calls

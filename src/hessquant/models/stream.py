@@ -53,7 +53,7 @@ class StreamedModel:
                     self.model: PreTrainedModel = from_config(
                         load_config(source, trust_remote_code=trust_remote_code), trust_remote_code=trust_remote_code
                     )
-                naming = Naming(self.model)
+                naming = Naming(self.model, tensors)
             except LIBRARY_ERRORS as error:
                 raise SourceError(f"{source.name}: the model cannot be built: {reason(error)}") from error
         self._meta = dict(self.model.named_parameters(remove_duplicate=False))
@@ -61,7 +61,7 @@ class StreamedModel:
         for key, parameter in self._meta.items():
             self._aliases.setdefault(id(parameter), []).append(key)
         self._mapping = naming.conversions
-        self._tensors_of = naming.keys(tensors)
+        self._tensors_of = naming.keys
         self._check(tensors)
 
     def block_keys(self, block: str) -> list[str]:

@@ -59,7 +59,26 @@ class Product:
     piece: int | None
 
 
-class Watch(TorchFunctionMode):
+class Looking(TorchFunctionMode):
+    """While entered, `look` is shown every call of a torch function before it is made; the call goes on unchanged."""
+
+    def look(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """See one call."""
+        raise NotImplementedError
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Look, and pass the call on."""
+        self.look(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+class Watch(Looking):
     """Calls `observer` with a `Product` before each product with one of `parameters`."""
 
     def __init__(self, parameters: Mapping[str, Tensor], observer: Callable[[Product], None]) -> None:
@@ -70,20 +89,13 @@ class Watch(TorchFunctionMode):
         for name, parameter in parameters.items():
             self._parameters.setdefault(storage_key(parameter), []).append((name, parameter))
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Look at the factors of a matrix product; pass every call on unchanged."""
+    def look(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Look at the factors of a matrix product."""
         positions = _PRODUCTS.get(func)
         if positions is not None:
-            product = self._product(func, positions, args, kwargs or {})
+            product = self._product(func, positions, args, kwargs)
             if product is not None:
                 self._observer(product)
-        return func(*args, **(kwargs or {}))
 
     def _product(
         self, func: Callable[..., Any], positions: tuple[int, int], args: Sequence[Any], kwargs: Mapping[str, Any]

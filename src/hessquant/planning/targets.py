@@ -20,6 +20,10 @@ _FEWEST_ROWS = 8
 """A weight with fewer fills no packed word; whatever it shares its input with, no server makes one matrix of them."""
 
 
+EXCLUDED = "excluded by pattern"
+"""How the reason begins where the user left a weight out."""
+
+
 def select_targets(
     probe: Probe, tensors: Mapping[str, TensorInfo], config: Config
 ) -> tuple[tuple[ProbedProduct, ...], dict[str, str]]:
@@ -42,10 +46,11 @@ def select_targets(
         candidates[head.name] = head
     _check_included(included, candidates, probe)
 
+    asked = named(included)
     gates = {
         name: "router" if product.is_router else f"only {product.rows} rows"
         for name, product in candidates.items()
-        if (product.is_router or product.rows < _FEWEST_ROWS) and name not in named(included)
+        if (product.is_router or product.rows < _FEWEST_ROWS) and name not in asked
     }
     sets = fused_sets(product for name, product in candidates.items() if name not in gates)
     reasons = gates | {
@@ -54,10 +59,10 @@ def select_targets(
         if sum(product.rows for product in members) < MIN_ROWS
         for product in members
     }
-    for name in named(included):
+    for name in asked:
         reasons.pop(name, None)
     for pattern, matched in excluded.items():
-        reasons.update({name: f"excluded by pattern {pattern!r}" for name in matched if name in candidates})
+        reasons.update({name: f"{EXCLUDED} {pattern!r}" for name in matched if name in candidates})
     _refuse_parted_sets(sets, reasons)
     _refuse_parted_stacks(candidates.values(), reasons)
 
@@ -125,7 +130,7 @@ def _parameter_fault(name: str, probe: Probe) -> str | None:
         return "head (left in 16 bit)"
     if len(parameter.shape) < 2:
         return "bias" if name.endswith("bias") else "norm or vector"
-    if not any(product.parameter == parameter.same_as for product in probe.products):
+    if parameter.same_as not in probe.multiplied:
         return "not multiplied by the forward pass"
     if parameter.block is None:
         return "outside the blocks"
@@ -199,10 +204,10 @@ def _refuse_unnamed(probe: Probe, tensors: Mapping[str, TensorInfo]) -> None:
     """Refuse a checkpoint that has nothing for what the model multiplies by; where it has another layout, it has."""
     held = {probe.keys.get(name, name) for name in tensors}
     elsewhere = {parameter.block for name in probe.converted if (parameter := probe.parameter_of(name)) is not None}
+    held_under_any_name = {parameter.same_as for name, parameter in probe.parameters.items() if name in held}
     for product in probe.products:
         parameter = probe.parameters[product.parameter]
-        names = {name for name, other in probe.parameters.items() if other.same_as == parameter.same_as}
-        stored = {product.name, product.part_of} & tensors.keys() or names & held
+        stored = {product.name, product.part_of} & tensors.keys() or parameter.same_as in held_under_any_name
         if not stored and parameter.block not in elsewhere:
             raise PlanError(
                 f"the checkpoint has no {product.name}, which the model class needs (it has "

@@ -7,10 +7,10 @@ from hessquant.config import Config
 from hessquant.errors import PlanError
 from hessquant.models.probe import Probe
 from hessquant.planning.shapes import weight_pattern
+from hessquant.planning.targets import EXCLUDED
 from hessquant.records import TensorInfo
 
 _SHOWN = 5
-_BY_PATTERN = "excluded by pattern"
 
 
 def is_end(name: str, seen: Probe) -> bool:
@@ -31,12 +31,12 @@ def refuse_unquantized(
     """
     left: Counter[tuple[str, str]] = Counter()
     for name, reason in reasons.items():
-        if not is_end(name, seen) and not reason.startswith(_BY_PATTERN):
+        if not is_end(name, seen) and not reason.startswith(EXCLUDED):
             left[weight_pattern(name, seen.blocks), reason] += tensors[name].bytes
     counted = sum(
         info.bytes
         for name, info in tensors.items()
-        if not is_end(name, seen) and not reasons.get(name, "").startswith(_BY_PATTERN)
+        if not is_end(name, seen) and not reasons.get(name, "").startswith(EXCLUDED)
     )
     share = left.total() / counted if counted else 0.0
     if share <= config.max_unquantized:
