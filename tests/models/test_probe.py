@@ -5,7 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 from tests.architectures.families import tiny
-from transformers import BartConfig, BertConfig, FalconConfig, Llama4TextConfig, LlamaConfig, MixtralConfig
+from transformers import (
+    BartConfig,
+    BertConfig,
+    DeepseekV32Config,
+    FalconConfig,
+    GptOssConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    MixtralConfig,
+)
 
 from hessquant.errors import PlanError, SourceError
 from hessquant.models.probe import probe
@@ -118,14 +127,52 @@ def test_experts_are_seen_one_by_one_under_their_names_in_the_checkpoint():
     assert gate.input_id == up.input_id != seen[f"{stem}.1.w1.weight"].input_id
 
 
-def test_experts_in_one_tensor_of_the_checkpoint_get_names_of_their_own():
+def test_experts_in_one_tensor_of_the_checkpoint_get_the_names_that_loaders_know():
     # All of them are multiplied at once, each with inputs of its own, stored [columns, rows].
     config = Llama4TextConfig(**SMALL, intermediate_size=64, intermediate_size_mlp=64, num_local_experts=4, head_dim=16)
     stem = "model.layers.0.feed_forward.experts"
     seen = products(probe(SOURCE, config, tensors([f"{stem}.gate_up_proj", f"{stem}.down_proj"])))
-    last = seen[f"{stem}.3.gate_up_proj.weight"]
-    assert (last.rows, last.columns, last.transposed, last.part_of) == (128, 64, True, f"{stem}.gate_up_proj")
-    assert last.locations == (Location(f"{stem}.gate_up_proj", 128, piece=3, transposed=True, stacked=True),)
+    gate, up, down = (seen[f"{stem}.3.{name}_proj.weight"] for name in ("gate", "up", "down"))
+    for half, first in ((gate, 0), (up, 64)):
+        assert (half.rows, half.columns, half.transposed) == (64, 64, True)
+        assert (half.part_of, half.part_rows) == (f"{stem}.gate_up_proj", (first, 1))
+        location = Location(f"{stem}.gate_up_proj", 64, piece=3, transposed=True, stacked=True, first_row=first)
+        assert half.locations == (location,)
+    assert gate.input_id == up.input_id != down.input_id
+    assert (down.part_of, down.rows) == (f"{stem}.down_proj", 64)
+
+
+def test_halves_that_alternate_are_taken_apart_row_by_row():
+    small = {"num_local_experts": 4, "head_dim": 16, "layer_types": ["full_attention"]}
+    stem = "model.layers.0.mlp.experts"
+    seen = products(
+        probe(SOURCE, GptOssConfig(**SMALL, **small, intermediate_size=96), tensors([f"{stem}.gate_up_proj"]))
+    )
+    gate, up = (seen[f"{stem}.1.{name}_proj.weight"] for name in ("gate", "up"))
+    assert (gate.part_rows, up.part_rows) == ((0, 2), (1, 2))
+    assert gate.locations == (Location(f"{stem}.gate_up_proj", 96, 1, True, True, first_row=0, row_step=2),)
+
+
+def choosing(config):
+    """What only chooses in the last block, by the end of its name."""
+    found = probe(SOURCE, config)
+    return {
+        product.name.removeprefix(f"{found.blocks[-1]}.").removesuffix(".weight"): product.chooses
+        for product in found.products
+        if product.chooses and product.name.startswith(found.blocks[-1])
+    }
+
+
+def test_what_only_chooses_is_known_by_where_its_outputs_go():
+    sparse = DeepseekV32Config(
+        **SMALL | {"num_key_value_heads": 4}, intermediate_size=64, moe_intermediate_size=64, n_routed_experts=8,
+        num_experts_per_tok=2, first_k_dense_replace=0, q_lora_rank=64, kv_lora_rank=32, qk_rope_head_dim=16,
+        qk_nope_head_dim=16, v_head_dim=16, n_group=2, topk_group=1, index_n_heads=4, index_head_dim=32, index_topk=4,
+    )  # fmt: skip
+    indexer = {f"self_attn.indexer.{name}": "indexer" for name in ("wq_b", "wk", "weights_proj")}
+    assert choosing(sparse) == indexer | {"mlp.gate": "router"}
+    assert choosing(MixtralConfig(**SMALL, intermediate_size=96)) == {"mlp.gate": "router"}
+    assert choosing(LlamaConfig(**SMALL, intermediate_size=96)) == {}
 
 
 def test_the_routed_module_is_known_by_its_arguments():

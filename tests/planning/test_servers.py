@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from hessquant.config import CLIENTS
-from hessquant.planning.rule import Evidence, Head, Mixing
+from hessquant.planning.composition import Surroundings
+from hessquant.planning.rule import Evidence, Mixing, Part
 from hessquant.planning.server_rules import RULES
 from hessquant.planning.servers import judge, verdicts
 from hessquant.records import Location, Target
@@ -60,6 +61,10 @@ HEAD = Target(
 
 def found(output_format, weights):
     return {verdict.client: verdict for verdict in verdicts(output_format, weights, BLOCKS)}
+
+
+def judged(output_format, weights, model):
+    return {verdict.client: verdict for verdict in verdicts(output_format, weights, BLOCKS, model)}
 
 
 def opens(output_format, client, *changes, **settings):
@@ -259,12 +264,68 @@ def test_only_clients_that_fuse_mind_uneven_sets():
     assert found("gguf", uneven)["llama.cpp"].opens == "yes"
 
 
-def test_weights_of_different_modules_are_not_fused():
+def test_what_is_fused_is_known_by_names_and_not_by_inputs():
     changed = [replace(target, shares_input_with=target.name.replace("mlp.down", "mlp.gate")) for target in targets()]
     changed = tuple(replace(t, group_size=128) if "down_proj" in t.name else t for t in changed)
-    assert found("gptq", changed)["vllm-gpu"].opens == "no"
-    apart = tuple(replace(t, name=t.name.replace("mlp.down", "other.down")) for t in changed)
+    assert found("gptq", changed)["vllm-gpu"].opens == "yes"
+    uneven = targets({"mlp.up_proj": {"group_size": 128}})
+    apart = tuple(replace(t, name=t.name.replace("mlp.up", "other.up")) for t in uneven)
     assert found("gptq", apart)["vllm-gpu"].opens == "yes"
+
+
+MLA = {"q_proj": "q_a_proj", "k_proj": "kv_a_proj_with_mqa"}
+
+
+def renamed(names, weights):
+    return tuple(
+        replace(target, name=target.name.replace(*change))
+        if (change := next(((old, new) for old, new in names.items() if f".{old}." in target.name), None))
+        else target
+        for target in weights
+    )
+
+
+@pytest.mark.parametrize(("client", "fused"), [("vllm-gpu", True), ("sglang", True), ("transformers", False)])
+def test_sets_that_some_servers_fuse_are_a_matter_of_the_client(client, fused):
+    verdict = found("compressed-tensors", renamed(MLA, targets({"k_proj": {"group_size": 32}})))[client]
+    assert ("fuses" in verdict.reason) == fused
+    # One of them left in 16 bit is no better.
+    parted = tuple(target for target in renamed(MLA, targets()) if "kv_a_proj" not in target.name)
+    left = frozenset(target.name for target in renamed(MLA, targets()) if "kv_a_proj" in target.name)
+    reason = judged("compressed-tensors", parted, Surroundings(left=left))[client].reason
+    assert ("left in 16 bit" in reason) == fused
+
+
+def test_sets_of_other_architectures_are_not_looked_for():
+    weights = renamed({"o_proj": "g_proj"}, targets({"o_proj": {"group_size": 32}}))
+    assert judged("gptq", weights, Surroundings("OlmoHybridForCausalLM"))["vllm-gpu"].opens == "no"
+    assert "fuses" not in judged("gptq", weights, Surroundings("LlamaForCausalLM"))["vllm-gpu"].reason
+
+
+def test_what_was_measured_holds_for_the_architecture_that_was_run():
+    for architecture, opens, basis in (
+        ("LlamaForCausalLM", "yes", "measured"),
+        ("Qwen2ForCausalLM", "unknown", "not run"),
+    ):
+        verdict = judged("gptq", targets(), Surroundings(architecture))["vllm-cpu"]
+        assert (verdict.opens, verdict.basis) == (opens, basis)
+    assert verdict.reason == "shapes fit; this architecture was not run"
+    refused = judged("gptq", targets(bits=3), Surroundings("Qwen2ForCausalLM"))["vllm-cpu"]
+    assert (refused.opens, refused.basis, refused.reason) == ("no", "not run", "takes 4 bits, not 3")
+    assert judged("gptq", targets(), Surroundings("Qwen2ForCausalLM"))["vllm-gpu"].basis == "documented"
+
+
+@pytest.mark.parametrize(
+    "name", ["mlp.gate", "self_attn.indexer.wk", "self_attn.indexer.weights_proj", "mlp.shared_expert_gate"]
+)
+def test_what_servers_build_unquantized_they_cannot_load_quantized(name):
+    weights = renamed({"mlp.down_proj": name}, targets())
+    for client in ("vllm-gpu", "sglang"):
+        verdict = found("gptq", weights)[client]
+        assert verdict.opens == "no"
+        assert f"builds model.layers.*.{name}.weight without quantization" in verdict.reason
+    taken = judged("gptq", weights, Surroundings("Qwen3MoeForCausalLM"))["vllm-gpu"].opens
+    assert taken == ("yes" if "gate" in name else "no")
 
 
 # What a verdict says.
@@ -338,8 +399,8 @@ def test_a_client_is_named_by_itself_or_without_its_device():
 
 def test_a_quantized_head_is_an_open_question_where_nobody_tried_it():
     rule = next(rule for rule in RULES if rule.name == "vllm-cpu" and rule.format == "gptq")
-    tried, untried = replace(rule, head=Head("yes", rule.evidence)), replace(rule, head=None)
-    refusing = replace(rule, head=Head("no", rule.evidence, "leaves it out"))
+    tried, untried = replace(rule, head=Part("yes", rule.evidence)), replace(rule, head=None)
+    refusing = replace(rule, head=Part("no", rule.evidence, "leaves it out"))
     assert (judge(refusing, (*targets(), HEAD), BLOCKS).opens, judge(refusing, targets(), BLOCKS).opens) == (
         "no",
         "yes",
@@ -351,15 +412,71 @@ def test_a_quantized_head_is_an_open_question_where_nobody_tried_it():
     assert judge(untried, targets(), BLOCKS).opens == "yes"
 
 
+def experts(count=4, **settings):
+    """The weights of two blocks with experts in place of their MLP; `settings` are those of the last expert."""
+    dense = tuple(target for target in targets() if ".mlp." not in target.name)
+    found = []
+    for index, block in enumerate(BLOCKS):
+        for number in range(count):
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                location = Location(f"{block}.mlp.experts.{name}", 256, number, stacked=True)
+                weight = Target(
+                    f"{block}.mlp.experts.{number}.{name}.weight", (location,), index, 256, 256, 4, 64, True, False, "x"
+                )
+                found.append(replace(weight, **settings) if number == count - 1 else weight)
+    return (*dense, *found)
+
+
+def test_what_is_known_of_experts_is_said_of_each_client():
+    verdicts_of = found("gptq", experts())
+    assert {name: verdict.opens for name, verdict in verdicts_of.items()} == {
+        "vllm-cpu": "no", "vllm-gpu": "unknown", "transformers": "no", "sglang": "unknown", "llama.cpp": "no",
+    }  # fmt: skip
+    assert verdicts_of["vllm-cpu"].reason == "has no kernel for quantized experts on CPUs"
+    assert verdicts_of["vllm-gpu"].reason == "never tried with mixtures of experts"
+
+
+@pytest.mark.parametrize("settings", [{"bits": 8}, {"group_size": 32}])
+@pytest.mark.parametrize("client", ["vllm-gpu", "sglang"])
+def test_servers_take_all_experts_of_a_layer_as_one(client, settings):
+    verdict = found("compressed-tensors", experts(**settings))[client]
+    assert verdict.opens == "no"
+    assert "all matrices of model.layers.0.mlp.experts as one, and they are not all alike" in verdict.reason
+
+
+def test_experts_of_which_some_stay_in_16_bit_are_not_alike():
+    weights = tuple(target for target in experts() if "layers.1.mlp.experts.3." not in target.name)
+    left = frozenset(target.name for target in experts() if "layers.1.mlp.experts.3." in target.name)
+    reason = judged("gptq", weights, Surroundings(left=left))["vllm-gpu"].reason
+    assert "model.layers.1.mlp.experts as one" in reason
+
+
+def test_sglang_takes_experts_of_a_gptq_checkpoint_for_quantized_as_most_are():
+    weights = tuple(replace(t, group_size=32) if "layers.1.mlp.experts" in t.name else t for t in experts())
+    assert "as most weights are" in found("gptq", weights)["sglang"].reason
+    assert found("compressed-tensors", weights)["sglang"].opens == "unknown"
+
+
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("architecture", "old", "new", "reason"),
     [
-        ({}, "never tried with mixtures of experts"),
-        ({"part_of": "mlp.experts.down_proj"}, "never tried with experts that the source keeps in one tensor"),
+        ("", ".gate_proj.", ".gate_up_proj.", "has no name for an expert's matrix"),
+        ("GptOssForCausalLM", "", "", "reads the experts of GptOssForCausalLM only where one tensor holds all"),
     ],
 )
-def test_what_clients_do_with_experts_is_not_known(changes, reason):
-    stacked = (Location("mlp.experts.down_proj", 576, stacked=True),)
-    weights = targets({"mlp.down_proj": {"locations": stacked, **changes}})
-    verdict = found("gptq", weights)["vllm-cpu"]
-    assert (verdict.opens, verdict.reason) == ("unknown", reason)
+def test_experts_in_a_form_that_no_server_has_names_for_are_refused_there(architecture, old, new, reason):
+    weights = tuple(replace(target, name=target.name.replace(old, new) if old else target.name) for target in experts())
+    for client in ("vllm-gpu", "sglang"):
+        verdict = judged("gptq", weights, Surroundings(architecture))[client]
+        assert verdict.opens == "no"
+        assert reason in verdict.reason
+
+
+def test_the_weight_that_limits_tensor_parallelism_is_named():
+    verdict = found("gptq", targets(group_size=32))["vllm-cpu"]
+    assert (verdict.tensor_parallel, verdict.limited_by) == (2, "model.layers.*.self_attn.q_proj.weight")
+    wide = tuple(replace(target, rows=4096, columns=8192) for target in targets(group_size=32))
+    narrow = tuple(replace(target, rows=128) if "down_proj" in target.name else target for target in wide)
+    verdict = found("gptq", narrow)["vllm-cpu"]
+    assert (verdict.tensor_parallel, verdict.limited_by) == (4, "model.layers.*.mlp.down_proj.weight")
+    assert found("gptq", wide)["vllm-cpu"].limited_by == ""

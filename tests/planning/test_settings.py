@@ -40,7 +40,9 @@ def test_auto_looks_only_at_weights_without_a_group_size_of_their_own(llama):
 
 
 def test_a9_mixed_settings_in_a_fused_set_are_refused_with_the_whole_set(llama):
-    with pytest.raises(PlanError, match=r"(?s)servers fuse.*q_proj\.weight: 4 bits.*k_proj\.weight: 8 bits"):
+    with pytest.raises(
+        PlanError, match=r"(?s)servers fuse.*q_proj\.weight: symmetric 4-bit.*k_proj\.weight: symmetric 8-bit"
+    ):
         make_plan(*llama(), Config(overrides=(Override(pattern="k_proj", bits=8),)))
     every = Config(overrides=tuple(Override(pattern=f"{name}_proj", bits=8) for name in "qkv"))
     assert settings(make_plan(*llama(), every))["0.self_attn.k_proj.weight"] == (8, 128, True)

@@ -13,8 +13,10 @@ from hessquant.checkpoint.shards import raw_bytes
 from hessquant.checkpoint.writer import QUANTIZATION_FILE, model_config, stacked_tensors
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError, SourceError, VerificationError
+from hessquant.formats.described import description_of
 from hessquant.formats.dialect import module_of, settings_of
 from hessquant.formats.dialects import dialect_of
+from hessquant.formats.judge import misread
 from hessquant.records import Plan
 
 
@@ -45,7 +47,9 @@ def verify(
             _check_inventory(written, source, plan)
             _check_config(out, written, source, plan)
             _check_untouched(written, source, plan)
-            return _check_quantized(written, quantized, plan)
+            verified = _check_quantized(written, quantized, plan)
+            _check_words(written, plan)
+            return verified
     except VerificationError:
         raise
     except (SourceError, CheckpointError) as error:
@@ -74,6 +78,14 @@ def _check_config(out: Path, written: CheckpointReader, source: TensorSource, pl
         raise VerificationError(f"{QUANTIZATION_FILE} and config.json describe the quantization differently")
     if written.config != {**model_config(source, plan), "quantization_config": described}:
         raise VerificationError("config.json differs from the source's in more than quantization_config")
+
+
+def _check_words(written: CheckpointReader, plan: Plan) -> None:
+    """That clients take every module for what it is, by what the config says."""
+    described = quantization_of(written.config) or {}
+    fault = next(misread(description_of(plan), dialect_of(described).read_settings(described)), None)
+    if fault is not None:
+        raise VerificationError(f"the written config would be misread: {fault}")
 
 
 def _check_untouched(written: CheckpointReader, source: TensorSource, plan: Plan) -> None:

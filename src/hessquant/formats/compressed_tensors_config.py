@@ -7,37 +7,44 @@ from typing import Any
 from hessquant.config import Config
 from hessquant.errors import SourceError
 from hessquant.formats.compressed_tensors import BITS, VARIANT
+from hessquant.formats.described import Description, description_of
 from hessquant.formats.dialect import (
     LARGEST_GROUP,
     ModuleSettings,
+    Reading,
     Settings,
+    Stated,
     common_settings,
     compiled,
     head_of,
-    module_of,
     settings_of,
-    skipped_modules,
 )
 from hessquant.records import Plan
 
 _METHOD = "compressed-tensors"
+_HEAD = "lm_head"
 
 
 def describe(plan: Plan, config: Config | None, variant: str, version: str) -> dict[str, Any]:
     """Describe exactly what a checkpoint written after `plan` holds.
 
     The settings of most modules are those of the class Linear; modules with others are a group of their own, by name.
+
+    Raises:
+        PlanError: If clients know two weights with different settings by one name.
     """
-    by_settings: dict[ModuleSettings, list[str]] = {}
-    for target in plan.targets:
-        by_settings.setdefault(settings_of(target), []).append(module_of(target.name))
-    common = common_settings(plan)
+    common, description = common_settings(plan.targets), description_of(plan)
+    others = [settings for settings in dict.fromkeys(map(settings_of, plan.targets)) if settings != common]
     # A module takes the first group that names it, so the general one comes last.
-    groups = [(by_settings[settings], settings) for settings in by_settings if settings != common]
+    groups = [(_named(description, settings), settings) for settings in others]
     # The head is no Linear to every server, so it is named.
-    head = head_of(plan)
-    named = [head] if head is not None and head in by_settings[common] else []
-    groups.append((["Linear", *named], common))
+    heads = [
+        name for module in description.modules if module.is_head and module.settings == common for name in module.known
+    ]
+    groups.append((["Linear", *heads, *_heads(description, heads)], common))
+    ignored = _named(description, None)
+    if head_of(plan) is None:
+        ignored = list(dict.fromkeys([*ignored, _HEAD, *_heads(description, [_HEAD])]))
     return {
         "quant_method": _METHOD,
         "format": variant,
@@ -52,11 +59,27 @@ def describe(plan: Plan, config: Config | None, variant: str, version: str) -> d
             }
             for index, (targets, settings) in enumerate(groups)
         },
-        "ignore": [*skipped_modules(plan), *_outside_the_blocks(plan)],
+        "ignore": ignored,
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
         "version": f"hessquant:{version}",
     }
+
+
+def _named(description: Description, settings: Stated) -> list[str]:
+    """Entries for the modules with these settings: names, or expressions where readers begin them with other words.
+
+    Of a name that a server makes of several, SGLang looks up that one, others its parts; all of them are there.
+    """
+    chosen = [module for module in description.modules if module.settings == settings]
+    if description.any_prefix or any(module.with_all_inside for module in chosen):
+        return [f"re:{pattern}" for pattern in description.patterns(settings)]
+    return list(dict.fromkeys(name for module in chosen for name in module.known))
+
+
+def _heads(description: Description, heads: list[str]) -> list[str]:
+    """The head by whatever prefix, where readers have different ones."""
+    return [f"re:.*{_HEAD}$"] if heads and description.any_prefix else []
 
 
 def read_settings(described: Mapping[str, Any]) -> Settings:
@@ -72,7 +95,7 @@ def read_settings(described: Mapping[str, Any]) -> Settings:
     found = [(_names(group, key), _settings(group, key, layout)) for key, group in groups.items()]
     ignored = _patterns(described.get("ignore") or [], "ignore")
 
-    def module(name: str) -> ModuleSettings | None:
+    def module(name: str) -> Stated:
         if any(_matches(pattern, name) for pattern in ignored):
             return None
         # Names and expressions come before classes, of which any module may be one.
@@ -82,7 +105,7 @@ def read_settings(described: Mapping[str, Any]) -> Settings:
                     return settings
         return None
 
-    return Settings(VARIANT, module)
+    return Settings(VARIANT, (Reading("vLLM, SGLang and transformers", module, by_made_names=True),))
 
 
 def _weights(settings: ModuleSettings, config: Config | None) -> dict[str, Any]:
@@ -94,24 +117,16 @@ def _weights(settings: ModuleSettings, config: Config | None) -> dict[str, Any]:
         "group_size": None if settings.group_size == -1 else settings.group_size,
         "block_structure": None,
         "dynamic": False,
-        "actorder": "static" if config is not None and config.order == "activation" else None,
+        "actorder": _order(settings, config),
         "observer": "minmax",
         "observer_kwargs": {},
     }
 
 
-def _outside_the_blocks(plan: Plan) -> list[str]:
-    """Matrices outside the blocks, which servers may take for quantized ones; `lm_head` also where it is tied."""
-    blocks = tuple(f"{block}." for block in plan.blocks)
-    names = [
-        module_of(tensor.name)
-        for tensor in plan.untouched
-        if len(tensor.shape) == 2
-        and tensor.name.endswith(".weight")
-        and tensor.reason != "embedding"
-        and not tensor.name.startswith(blocks)
-    ]
-    return list(dict.fromkeys([*names, *(["lm_head"] if head_of(plan) is None else [])]))
+def _order(settings: ModuleSettings, config: Config | None) -> str | None:
+    """compressed-tensors 0.13 to 0.15 refuse any order where there is one group per row, though it changes nothing."""
+    grouped = settings.group_size != -1
+    return "static" if grouped and config is not None and config.order == "activation" else None
 
 
 def _names(group: Any, key: str) -> list[str]:

@@ -47,6 +47,14 @@ class ModuleSettings:
         """Groups per row; a ragged last one counts."""
         return 1 if self.group_size == -1 else -(-columns // self.group_size)
 
+    def __str__(self) -> str:
+        kind = "symmetric" if self.symmetric else "asymmetric"
+        return f"{kind} {self.bits}-bit, group size {self.group_size}"
+
+
+Stated = ModuleSettings | None
+"""How a module is quantized by a config; None = left in 16 bit."""
+
 
 @dataclass(frozen=True)
 class PackedWeight:
@@ -58,16 +66,35 @@ class PackedWeight:
 
 
 @dataclass(frozen=True)
+class Reading:
+    """How some clients read a `quantization_config`.
+
+    Attributes:
+        clients: Who reads it so.
+        module: How a module is quantized, by its name.
+        by_made_names: Whether modules that servers make of several are looked up by their own names.
+    """
+
+    clients: str
+    module: Callable[[str], Stated]
+    by_made_names: bool = False
+
+
+@dataclass(frozen=True)
 class Settings:
     """What a `quantization_config` says.
 
     Attributes:
         variant: Which of the dialect's variants the parts are in, e.g. "gptq_v2".
-        module: Settings of a module by its name; None if it is left in 16 bit.
+        readings: How clients read it; the first is ours too.
     """
 
     variant: str
-    module: Callable[[str], ModuleSettings | None]
+    readings: tuple[Reading, ...]
+
+    def module(self, name: str) -> Stated:
+        """How a module is quantized."""
+        return self.readings[0].module(name)
 
 
 @dataclass(frozen=True)
@@ -78,6 +105,7 @@ class Dialect:
         name: As `--format` takes it.
         quant_method: As `quantization_config` names it.
         parts: Every part that a weight may have; the first holds the codes and is always there.
+        variants: Those of the dialect, the usual one first.
         target_fault: Why a weight of (rows, columns) has no form in it, in one sentence; None if it has one.
         layout: Parts of a weight that has no such fault.
         choose_variant: The most widely read variant that holds these weights.
@@ -95,6 +123,7 @@ class Dialect:
     name: str
     quant_method: str
     parts: tuple[str, ...]
+    variants: tuple[str, ...]
     target_fault: Callable[[int, int, ModuleSettings], str | None]
     layout: Callable[[int, int, ModuleSettings], Layout]
     choose_variant: Callable[[Iterable[QuantizedWeight]], str]
@@ -163,20 +192,9 @@ def head_of(plan: Plan) -> str | None:
     return next((module_of(target.name) for target in plan.targets if not block_of(target, plan)), None)
 
 
-def common_settings(plan: Plan) -> ModuleSettings:
-    """The settings that most of a plan's targets have."""
-    return Counter(map(settings_of, plan.targets)).most_common(1)[0][0]
-
-
-def skipped_modules(plan: Plan) -> list[str]:
-    """Modules inside the blocks that hold a matrix and are left in 16 bit.
-
-    Tensors of more dimensions count too: stacked experts are matrices to a server.
-    """
-    blocks = tuple(f"{block}." for block in plan.blocks)
-    targets = {module_of(target.name) for target in plan.targets}
-    matrices = [tensor.name for tensor in plan.untouched if tensor.name.startswith(blocks) and len(tensor.shape) > 1]
-    return [module for module in dict.fromkeys(name.rpartition(".")[0] for name in matrices) if module not in targets]
+def common_settings(targets: Iterable[Target]) -> ModuleSettings:
+    """The settings that most targets have."""
+    return Counter(map(settings_of, targets)).most_common(1)[0][0]
 
 
 def module_of(weight_name: str) -> str:

@@ -1,7 +1,7 @@
 """The dialects there are, by the name that `--format` takes and by the method that a config names."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from hessquant.config import Format
 from hessquant.errors import SourceError
@@ -19,6 +19,7 @@ DIALECTS: Mapping[Format, Dialect] = {
         name="gptq",
         quant_method="gptq",
         parts=gptq.PARTS,
+        variants=get_args(gptq.CheckpointFormat),
         target_fault=gptq.target_fault,
         layout=gptq.layout,
         choose_variant=gptq.choose_checkpoint_format,
@@ -35,6 +36,7 @@ DIALECTS: Mapping[Format, Dialect] = {
         name="compressed-tensors",
         quant_method="compressed-tensors",
         parts=compressed_tensors.PARTS,
+        variants=(compressed_tensors.VARIANT,),
         target_fault=compressed_tensors.target_fault,
         layout=compressed_tensors.layout,
         choose_variant=compressed_tensors.choose_variant,

@@ -6,35 +6,36 @@ from typing import Any, get_args
 
 from hessquant.config import Config
 from hessquant.errors import SourceError
+from hessquant.formats.described import Description, description_of
 from hessquant.formats.dialect import (
     LARGEST_GROUP,
     ModuleSettings,
+    Reading,
     Settings,
+    Stated,
     block_of,
     common_settings,
     compiled,
     head_of,
     module_of,
-    settings_of,
-    skipped_modules,
 )
 from hessquant.formats.gptq import BITS, CheckpointFormat
 from hessquant.records import Plan, Target
 
-FUSED_MODULES = (
-    ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
-    ("gate_up_proj", ("gate_proj", "up_proj")),
-    ("fused_qkv_a_proj", ("q_a_proj", "kv_a_proj_with_mqa")),
-    ("in_proj_qkvz", ("in_proj_qkv", "in_proj_z")),
-    ("in_proj_ba", ("in_proj_b", "in_proj_a")),
-    ("w13", ("w1", "w3")),
+_OPTIMUM_BLOCKS = (
+    *("transformer.h", "model.decoder.layers", "gpt_neox.layers", "model.layers", "model.language_model.layers", "h"),
+    *("decoder.layers", "layers"),
 )
-"""What vLLM 0.32 calls modules that it fuses, and their parts (`packed_modules_mapping` of its models)."""
+"""Where optimum 2.3 (`gptq/constants.py`) looks for blocks; others have to be named."""
 
 
 def describe(plan: Plan, config: Config | None, checkpoint_format: str, version: str) -> dict[str, Any]:
-    """Describe exactly what a checkpoint written after `plan` holds; no paths, no calibration text."""
-    common = common_settings(plan)
+    """Describe exactly what a checkpoint written after `plan` holds; no paths, no calibration text.
+
+    Raises:
+        PlanError: If clients know two weights with different settings by one name.
+    """
+    common, description = common_settings(plan.targets), description_of(plan)
     described: dict[str, Any] = {
         "quant_method": "gptq",
         "bits": common.bits,
@@ -53,13 +54,16 @@ def describe(plan: Plan, config: Config | None, checkpoint_format: str, version:
         # transformers refuses to open a checkpoint with damp_percent 0 or 1; the report states it anyway.
         if 0 < config.damping < 1:
             described["damp_percent"] = config.damping
-    skipped = skipped_modules(plan)
-    # vLLM and GPTQModel read `dynamic`, optimum (for transformers) only the other; vLLM reads both.
-    dynamic: dict[str, Any] = {f"-:^{re.escape(module)}$": {} for module in skipped} | _overrides(plan, common)
+    dynamic = _dynamic(description, common)
     if dynamic:
         described["dynamic"] = dynamic
-    if skipped:
-        described["modules_in_block_to_quantize"] = _quantized_names(plan, skipped)
+    # vLLM, SGLang and GPTQModel read `dynamic`, optimum (for transformers) only the list; vLLM reads both, and looks
+    # at the tensors themselves where there is no list.
+    if _is_parted(plan, description):
+        described["modules_in_block_to_quantize"] = _quantized_names(plan, description)
+    (blocks, *_) = {block.rpartition(".")[0] for block in plan.blocks}
+    if not blocks.startswith(_OPTIMUM_BLOCKS):
+        described["block_name_to_quantize"] = blocks
     return described
 
 
@@ -79,15 +83,40 @@ def read_settings(described: Mapping[str, Any]) -> Settings:
         raise SourceError(f"dynamic is a {type(dynamic).__name__}, not an object")
     default = _module_settings(described, "quantization_config")
     overrides = tuple(_override(key, values, described) for key, values in dynamic.items())
+    listed = _listed(described.get("modules_in_block_to_quantize"))
+    with_head = bool(described.get("lm_head"))
 
-    def module(name: str) -> ModuleSettings | None:
+    def by_pattern(name: str) -> Stated:
+        if name.rpartition(".")[2] == "lm_head" and not with_head:
+            return None
         # The first pattern that matches the start of the name decides.
         return next((settings for pattern, settings in overrides if pattern.match(name)), default)
 
-    return Settings(checkpoint_format, module)
+    def by_part_of_name(name: str) -> Stated:
+        return by_pattern(name) if listed is None or any(part in name for part in listed) else None
+
+    def by_end_of_name(name: str) -> Stated:
+        return by_pattern(name) if listed is not None and name.endswith(listed) else None
+
+    readings = [
+        Reading("vLLM", by_part_of_name),
+        Reading("vLLM, SGLang and GPTQModel", by_pattern, by_made_names=True),
+        *([] if listed is None else [Reading("transformers", by_end_of_name)]),
+    ]
+    return Settings(checkpoint_format, tuple(readings))
 
 
-def _override(key: str, values: Any, described: Mapping[str, Any]) -> tuple[re.Pattern[str], ModuleSettings | None]:
+def _listed(names: Any) -> tuple[str, ...] | None:
+    """The names in `modules_in_block_to_quantize`, a list of them or of lists of them; None if there are none."""
+    if not names:
+        return None
+    flat = [name for group in names for name in (group if isinstance(group, list) else [group])]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in flat):
+        raise SourceError("modules_in_block_to_quantize is not a list of lists of names")
+    return tuple(flat)
+
+
+def _override(key: str, values: Any, described: Mapping[str, Any]) -> tuple[re.Pattern[str], Stated]:
     """One entry of `dynamic`: "-:" leaves modules alone, "+:" or nothing overrides their settings."""
     if not isinstance(values, dict):
         raise SourceError(f"dynamic holds {values!r} under {key!r}, not an object")
@@ -104,43 +133,17 @@ def _module_settings(values: Mapping[str, Any], where: str) -> ModuleSettings:
     return ModuleSettings(bits, group_size, bool(symmetric))
 
 
-def _overrides(plan: Plan, common: ModuleSettings) -> dict[str, dict[str, Any]]:
-    """Entries of `dynamic` for the modules with other settings than most; one per module name, for all its blocks."""
-    blocks: dict[tuple[str, ModuleSettings], list[str]] = {}
-    for target in plan.targets:
-        block = block_of(target, plan)
-        if settings_of(target) != common:
-            relative = module_of(target.name).removeprefix(f"{block}.")
-            blocks.setdefault((relative, settings_of(target)), []).append(block)
-    return {
-        _pattern(relative, members): _differences(settings, common) for (relative, settings), members in blocks.items()
-    } | _fused_overrides(blocks, common)
-
-
-def _fused_overrides(
-    blocks: Mapping[tuple[str, ModuleSettings], list[str]], common: ModuleSettings
-) -> dict[str, dict[str, Any]]:
-    """Entries for the names that servers give to modules which they fuse: they look those up, not the parts' names."""
-    entries = {}
-    for (relative, settings), members in blocks.items():
-        leaf = relative.rpartition(".")[2]
-        owner = relative.removesuffix(leaf)
-        for fused, parts in FUSED_MODULES:
-            if leaf == parts[0] and all(blocks.get((owner + part, settings)) == members for part in parts):
-                entries[_pattern(owner + fused, members)] = _differences(settings, common)
+def _dynamic(description: Description, common: ModuleSettings) -> dict[str, dict[str, Any]]:
+    """What is left in 16 bit, and what has other settings than most. A head in 16 bit is said by `lm_head`."""
+    entries: dict[str, dict[str, Any]] = {
+        f"-:{pattern}": {} for pattern in description.patterns(None, named_head=False)
+    }
+    others = dict.fromkeys(module.settings for module in description.modules)
+    for settings in others:
+        if settings is not None and settings != common:
+            differences = _differences(settings, common)
+            entries |= {f"+:{pattern}": differences for pattern in description.patterns(settings)}
     return entries
-
-
-def _pattern(relative: str, blocks: list[str]) -> str:
-    """Matches one module name in these blocks, such as mlp.down_proj in model.layers.0 and model.layers.1."""
-    if blocks == [""]:
-        return f"+:^{re.escape(relative)}$"
-    numbers: dict[str, list[str]] = {}
-    for block in blocks:
-        stem, _, number = block.rpartition(".")
-        numbers.setdefault(stem, []).append(number)
-    names = (f"{re.escape(stem)}\\.(?:{'|'.join(found)})" for stem, found in numbers.items())
-    return f"+:^(?:{'|'.join(names)})\\.{re.escape(relative)}$"
 
 
 def _differences(settings: ModuleSettings, common: ModuleSettings) -> dict[str, Any]:
@@ -152,18 +155,29 @@ def _stated(settings: ModuleSettings) -> dict[str, Any]:
     return {"bits": settings.bits, "group_size": settings.group_size, "sym": settings.symmetric}
 
 
-def _quantized_names(plan: Plan, skipped: list[str]) -> list[list[str]]:
+def _is_parted(plan: Plan, description: Description) -> bool:
+    """Whether something in the blocks that is a module of its own to transformers is left in 16 bit."""
+    blocks = tuple(f"{block}." for block in plan.blocks)
+    skipped = (module for module in description.modules if module.settings is None and not module.with_all_inside)
+    return any(name.startswith(blocks) for module in skipped for name in module.known)
+
+
+def _quantized_names(plan: Plan, description: Description) -> list[list[str]]:
     """Names of the quantized modules, those that share inputs together.
 
     Readers take a name as part of a module's full name (optimum: its end; vLLM: anywhere in it). Names relative to
     the block are the custom, and are enough unless a skipped module has one of them too, because it is skipped in one
-    block and not in another; then only full names say which block is meant.
+    block and not in another, or is in another part of the model; then full names say which is meant, those of the
+    checkpoint and those of transformers' model.
     """
-    full = _by_input(plan.targets)
-    prefixes = {target.name: f"{block_of(target, plan)}." for target in plan.targets}
-    relative = [[name.removeprefix(prefixes[f"{name}.weight"]) for name in group] for group in full]
-    if any(name in module for group in relative for name in group for module in skipped):
-        return full
+    names = {module.known[0]: module.known for module in description.modules if module.settings is not None}
+    groups = _by_input(plan.targets)
+    prefixes = {module_of(target.name): f"{block_of(target, plan)}." for target in plan.targets}
+    relative = [[name.removeprefix(prefixes[name]) for name in group] for group in groups]
+    skipped = [name for module in description.modules if module.settings is None for name in module.known]
+    ambiguous = any(name in other for group in relative for name in group for other in skipped)
+    if ambiguous or description.any_prefix:
+        return [[known for name in group for known in names[name]] for group in groups]
     return [list(group) for group in dict.fromkeys(map(tuple, relative))]
 
 

@@ -24,6 +24,8 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from hessquant.models.expert_names import expert_matrices
+from hessquant.models.flow import Halves
 from hessquant.models.library import LIBRARY_ERRORS, quiet
 from hessquant.records import Location
 
@@ -40,12 +42,14 @@ class Stack:
         rows: Outputs of each.
         transposed: Whether each is stored [columns, rows].
         stacked: Whether it has a dimension for its matrices.
+        halves: How the outputs of each are divided in two; None if they are not.
     """
 
     pieces: int
     rows: int
     transposed: bool
     stacked: bool
+    halves: Halves | None = None
 
 
 @dataclass(frozen=True)
@@ -57,12 +61,14 @@ class Located:
         rows: Outputs.
         transposed: Whether the checkpoint stores it [columns, rows].
         part_of: Tensor of the checkpoint that holds it with others; empty if it has one of its own.
+        part_rows: The first of its rows there, in the matrix of its expert, and their distance.
     """
 
     locations: tuple[Location, ...]
     rows: int
     transposed: bool
     part_of: str
+    part_rows: tuple[int, int] = (0, 1)
 
 
 class Naming:
@@ -102,7 +108,7 @@ class Naming:
     def locate(self, stacks: Mapping[str, Stack], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Located]:
         """The matrices of the model's parameters by their names in the checkpoint.
 
-        A stack that the checkpoint holds as one tensor is taken apart under names of its own (`stacked_name`). What is
+        A stack that the checkpoint holds as one tensor is taken apart under names of its own (`expert_names`). What is
         not made of whole rows has no location.
 
         Args:
@@ -125,11 +131,17 @@ class Naming:
             elif numbers.ndim == 3:
                 tensor = own[0] if len(own) == 1 else name
                 (parameter, *_) = rows.parameters(numbers)
+                stack = stacks[parameter]
                 if self._keeps(tensor, shapes.get(tensor), self._model.get_parameter(parameter).shape):
-                    found |= _as_stored(tensor, parameter, stacks[parameter])
+                    found |= _as_stored(tensor, parameter, stack)
                     continue
                 for piece, of_piece in enumerate(numbers):
-                    found |= rows.located(stacked_name(tensor, piece), of_piece, part_of=tensor)
+                    for name, part in expert_matrices(tensor, parameter, piece, stack.rows, stack.halves).items():
+                        chosen = of_piece[part] if of_piece.shape[1] == 1 else of_piece[:, part]
+                        found |= {
+                            title: replace(located, part_rows=(part.start, part.step))
+                            for title, located in rows.located(name, chosen, part_of=tensor).items()
+                        }
         return found
 
     def is_converted(self, tensor: str) -> bool:
@@ -227,24 +239,15 @@ class _RowNumbers:
         return Location(name, len(flat), piece, stack.transposed, stack.stacked, row, step, to_row, to_step)
 
 
-def stacked_name(parameter: str, piece: int) -> str:
-    """Name of one matrix of a stack that a checkpoint holds as one tensor.
-
-    >>> stacked_name("mlp.experts.down_proj", 3), stacked_name("moe.input_linear.weight", 3)
-    ('mlp.experts.3.down_proj.weight', 'moe.input_linear.3.weight')
-    """
-    module, _, leaf = parameter.rpartition(".")
-    return f"{module}.{piece}.weight" if leaf == "weight" else f"{module}.{piece}.{leaf}.weight"
-
-
 def _as_stored(tensor: str, parameter: str, stack: Stack) -> dict[str, Located]:
     """A matrix, or all matrices of a stack, that the checkpoint holds as one tensor, just as the model does."""
-    location = Location(parameter, stack.rows, 0, stack.transposed, stack.stacked)
     if not stack.stacked:
+        location = Location(parameter, stack.rows, 0, stack.transposed, stack.stacked)
         return {tensor: Located((location,), stack.rows, stack.transposed, part_of="")}
-    return {
-        stacked_name(tensor, piece): Located(
-            (replace(location, piece=piece),), stack.rows, stack.transposed, part_of=tensor
-        )
-        for piece in range(stack.pieces)
-    }
+    found = {}
+    for piece in range(stack.pieces):
+        for name, part in expert_matrices(tensor, parameter, piece, stack.rows, stack.halves).items():
+            rows = len(range(stack.rows)[part])
+            location = Location(parameter, rows, piece, stack.transposed, stack.stacked, part.start, part.step)
+            found[name] = Located((location,), rows, stack.transposed, tensor, (part.start, part.step))
+    return found

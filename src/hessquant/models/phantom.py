@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hessquant.models.watch import storage_key
+from hessquant.models.watch import storage_key, works_in_place
 
 
 def give_phantoms(model: nn.Module) -> None:
@@ -62,7 +62,7 @@ class PhantomArithmetic(TorchFunctionMode):
         result = func(*args, **kwargs)
         if len(phantoms) == len(tensors):
             return result
-        if _works_in_place(func) and not isinstance(args[0], FakeTensor):
+        if works_in_place(func) and not isinstance(args[0], FakeTensor):
             return args[0]
         storages = {storage_key(tensor) for tensor in phantoms}
         return tree_map(lambda leaf: self._real(leaf, storages), result)
@@ -83,10 +83,3 @@ _SCALARS: dict[Any, Any] = {
     torch.Tensor.__int__: 1,
     torch.Tensor.__bool__: True,
 }
-
-_AUGMENTED = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "and", "or", "pow")}
-
-
-def _works_in_place(func: Callable[..., Any]) -> bool:
-    name = getattr(func, "__name__", "")
-    return name in _AUGMENTED or (name.endswith("_") and not name.endswith("__"))

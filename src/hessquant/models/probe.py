@@ -94,6 +94,11 @@ class Probe:
         """The parameter that a checkpoint tensor ends in; None if the model has none."""
         return self.parameters.get(self.keys.get(name, name))
 
+    def parameter_name(self, name: str) -> str:
+        """The name in the model of the parameter that a checkpoint tensor ends in; empty if the model has none."""
+        key = self.keys.get(name, name)
+        return key if key in self.parameters else ""
+
 
 def probe(
     source: ModelSource,
@@ -121,7 +126,7 @@ def probe(
         lists = find_blocks(model)
         recorder = Recorder(model)
         inputs = _made_up(config) if inputs is None else inputs
-        with PhantomArithmetic(), recorder.watch, recorder.feeds_attention.watch, recorder.routers.watch:
+        with PhantomArithmetic(), recorder.flow, recorder.watch, recorder.feeds_attention.watch:
             _run(model, inputs, source.name)
         others = [block for blocks in lists[1:] for block in blocks]
         used = [block for block in others if recorder.reaches(block)]

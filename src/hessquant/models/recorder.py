@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hessquant.models.attention import FeedsAttention
+from hessquant.models.flow import Chooser, Flow
 from hessquant.models.naming import Located, Naming, Stack
-from hessquant.models.routing import Routers, has_choice
+from hessquant.models.routing import has_choice
 from hessquant.models.siblings import in_order, pattern, unreached
 from hessquant.models.siblings import numbers as siblings_numbers
 from hessquant.models.watch import Product, Watch
@@ -28,8 +29,9 @@ class ProbedProduct:
         columns: Inputs.
         transposed: Whether the checkpoint stores it [columns, rows].
         part_of: Tensor of the checkpoint that holds it with others; empty if it has one of its own.
+        part_rows: The first of its rows there, in the matrix of its expert, and their distance.
         may_be_skipped: Whether tokens may be routed past it.
-        is_router: Whether its outputs are what experts are chosen by.
+        chooses: What it is if its outputs do no more than choose; None if they do more.
         whole: Whether every product is with the whole matrix, on the same side.
         input_id: Number of the input tensor; equal for matrices multiplied with the very same tensor.
         calls: Products of the matrix in one forward pass.
@@ -45,8 +47,9 @@ class ProbedProduct:
     input_id: tuple[int, int]
     calls: int = 1
     part_of: str = ""
+    part_rows: tuple[int, int] = (0, 1)
     may_be_skipped: bool = False
-    is_router: bool = False
+    chooses: Chooser | None = None
     feeds_attention: bool = False
 
     @property
@@ -69,7 +72,7 @@ class Recorder:
     Attributes:
         returns_tuple: Whether a module's output is a tuple, by module name.
         routed: Modules that were called with a choice of experts.
-        routers: The parameters whose outputs are chosen from.
+        flow: Where outputs go: the parameters that only choose, and those whose outputs are divided in two.
         feeds_attention: The parameters of which causal attention's queries, keys and values were made.
     """
 
@@ -88,7 +91,7 @@ class Recorder:
         self._open_patterns: set[str] = set()
         self._order: dict[str, int] = {}
         self.feeds_attention = FeedsAttention()
-        self.routers = Routers()
+        self.flow = Flow()
         self.watch = Watch(self._parameters, self._observe)
         for name, module in model.named_modules():
             module.register_forward_pre_hook(
@@ -137,7 +140,7 @@ class Recorder:
         self._seen.setdefault(product.name, []).append(replace(product, inputs=_FORGOTTEN, source=_FORGOTTEN))
         self._inputs.setdefault(product.name, []).append(number)
         self.feeds_attention.multiply(product.name)
-        self.routers.multiply(product.name, product.rows)
+        self.flow.multiply(product.name, product.rows)
         self._blocks_of.setdefault(product.name, []).extend(self._running)
 
     def products(self, naming: Naming, shapes: Mapping[str, tuple[int, ...]]) -> tuple[ProbedProduct, ...]:
@@ -148,7 +151,13 @@ class Recorder:
         self._siblings, self._open_patterns = siblings, set(map(pattern, siblings))
         self._seen = {name: self._seen[siblings.get(name, name)] for name in order}
         stacks = {
-            name: Stack(calls[0].pieces, calls[0].rows, calls[0].transposed, self._parameters[name].ndim == 3)
+            name: Stack(
+                calls[0].pieces,
+                calls[0].rows,
+                calls[0].transposed,
+                self._parameters[name].ndim == 3,
+                self.flow.halves.get(siblings.get(name, name)),
+            )
             for name, calls in self._seen.items()
             if self._is_whole(calls) and (self._parameters[name].ndim == 3 or calls[0].pieces == 1)
         }
@@ -186,6 +195,7 @@ class Recorder:
         locations = tuple(sorted(entry.locations, key=lambda location: self._order[location.parameter]))
         calls = self._seen[locations[0].parameter]
         pieces = [call.piece for call in calls]
+        choosers = self.flow.choosers
         inputs = {(numbers[location.parameter], location.piece) for location in entry.locations}
         return ProbedProduct(
             name,
@@ -197,8 +207,9 @@ class Recorder:
             min(inputs),
             max(pieces.count(piece) for piece in set(pieces)),
             entry.part_of,
+            entry.part_rows,
             feeds_attention=any(location.parameter in self.feeds_attention.names for location in locations),
-            is_router=any(location.parameter in self.routers.names for location in locations),
+            chooses=next((choosers[at.parameter] for at in locations if at.parameter in choosers), None),
             may_be_skipped=pattern(locations[0].parameter) in self._open_patterns,
         )
 

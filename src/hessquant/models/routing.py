@@ -1,51 +1,12 @@
-"""Routers, and sending every token through every expert, by what a model does with its choices."""
+"""Sending every token through every expert, by what a model passes to the module that runs them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hessquant.errors import CaptureError
-from hessquant.models.watch import Looking
-
-_CHOICES = (torch.topk, torch.Tensor.topk, torch.argmax, torch.Tensor.argmax)
-
-
-class ChoiceWatch(Looking):
-    """Calls `observer` with the number of candidates before the largest of them are chosen."""
-
-    def __init__(self, observer: Callable[[int], None]) -> None:
-        super().__init__()
-        self._observer = observer
-
-    def look(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Look at what is chosen from."""
-        if func in _CHOICES:
-            candidates = args[0] if args else kwargs.get("input")
-            if isinstance(candidates, Tensor) and candidates.ndim:
-                self._observer(candidates.shape[-1])
-
-
-class Routers:
-    """Notes, while a model runs, the matrices whose outputs are chosen from.
-
-    Attributes:
-        names: Parameters found so far: the last that was multiplied of as many rows as there were candidates.
-    """
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-        self._latest: dict[int, str] = {}
-        self.watch = ChoiceWatch(self._choose)
-
-    def multiply(self, name: str, rows: int) -> None:
-        """A parameter is multiplied."""
-        self._latest[rows] = name
-
-    def _choose(self, candidates: int) -> None:
-        if candidates in self._latest:
-            self.names.add(self._latest[candidates])
 
 
 def through_every_expert(

@@ -179,3 +179,12 @@ def _argument(func: Callable[..., Any], position: int, args: Sequence[Any], kwar
 def _is_swapped(factor: Tensor, parameter: Tensor) -> bool:
     """Whether the last two dimensions of `factor` are the parameter's in reverse; strides tell even when square."""
     return factor.ndim >= 2 and factor.stride()[-2:] == parameter.stride()[-2:][::-1] != parameter.stride()[-2:]
+
+
+def works_in_place(func: Callable[..., Any]) -> bool:
+    """Whether a torch function changes its first argument."""
+    name = getattr(func, "__name__", "")
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+_IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "and", "or", "pow"))}

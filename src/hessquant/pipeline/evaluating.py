@@ -1,6 +1,6 @@
 """Measuring a model: text -> windows -> model -> numbers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from hessquant.evaluate.evaluation import evaluate_model
 from hessquant.models.library import predicts_next_token
 from hessquant.models.load import build
 from hessquant.models.probe import Probe, probe
+from hessquant.models.recorder import ProbedProduct
 from hessquant.models.source import ModelSource, load_config, load_tokenizer, resolve
 from hessquant.pipeline.windows import refuse_unfit_windows
 from hessquant.records import Evaluation, Progress
@@ -106,10 +107,25 @@ def load_model(
 
 def _restacked(state: Mapping[str, Tensor], seen: Probe) -> dict[str, Tensor]:
     """The state with matrices that were taken apart from one tensor of the source put together again."""
-    stacks: dict[str, list[str]] = {}
+    stacks: dict[str, dict[int, list[ProbedProduct]]] = {}
     for product in seen.products:
         if product.part_of and product.name in state:
-            stacks.setdefault(product.part_of, []).append(product.name)
-    apart = {name for members in stacks.values() for name in members}
-    put_together = {name: torch.stack([state[member] for member in members]) for name, members in stacks.items()}
+            stacks.setdefault(product.part_of, {}).setdefault(product.locations[0].piece, []).append(product)
+    apart = {product.name for pieces in stacks.values() for members in pieces.values() for product in members}
+    put_together = {
+        name: torch.stack([_one_matrix(state, members) for _, members in sorted(pieces.items())])
+        for name, pieces in stacks.items()
+    }
     return {name: tensor for name, tensor in state.items() if name not in apart} | put_together
+
+
+def _one_matrix(state: Mapping[str, Tensor], members: Sequence[ProbedProduct]) -> Tensor:
+    """The matrix of one expert as the source holds it, of those that have its rows."""
+    if len(members) == 1:
+        return state[members[0].name]
+    upright = torch.empty(sum(product.rows for product in members), members[0].columns)
+    for product in members:
+        first, step = product.part_rows
+        own = state[product.name].T if product.transposed else state[product.name]
+        upright[first::step][: product.rows].copy_(own)
+    return upright.T.contiguous() if members[0].transposed else upright

@@ -7,16 +7,20 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from hessquant.config import Config
-from hessquant.errors import SourceError
+from hessquant.errors import PlanError, SourceError
+from hessquant.formats.described import description_of
 from hessquant.formats.dialect import ModuleSettings, PackedWeight, settings_of
+from hessquant.formats.dialects import DIALECTS
+from hessquant.formats.judge import misread
 from hessquant.formats.outputs import OUTPUTS
 from hessquant.models.probe import Probe, probe
 from hessquant.models.recorder import ProbedProduct
 from hessquant.models.source import ModelSource, load_config
+from hessquant.planning.composition import Surroundings
 from hessquant.planning.servers import untried, verdicts
 from hessquant.planning.serving import refuse_unserved
 from hessquant.planning.settings import assign_settings, refuse_format
-from hessquant.planning.shapes import tensor_parallel
+from hessquant.planning.shapes import limiting_weight, tensor_parallel
 from hessquant.planning.size import activation_budget, bits_per_weight, memory_bytes
 from hessquant.planning.targets import head_product, known_names, left_alone, select_targets
 from hessquant.planning.unquantized import is_end, refuse_unquantized
@@ -115,19 +119,23 @@ def _plan(
     config: Config,
 ) -> Plan:
     untouched = tuple(
-        Untouched(name, tensors[name].shape, tensors[name].dtype, tensors[name].bytes, reason)
+        Untouched(
+            name, tensors[name].shape, tensors[name].dtype, tensors[name].bytes, reason, seen.parameter_name(name)
+        )
         for name, reason in reasons.items()
     )
-    servers = verdicts(config.format, targets, seen.blocks)
+    architecture = _architecture(model_config, seen)
+    model = Surroundings(architecture, frozenset(reasons))
+    servers = verdicts(config.format, targets, seen.blocks, model)
     if not seen.decodes:
         servers = tuple(map(untried, servers))
-    refuse_unserved(config.serve, servers, config.format, targets, seen.blocks)
+    refuse_unserved(config.serve, servers, config.format, targets, seen.blocks, model)
     source_bytes = sum(info.bytes for info in tensors.values())
     untouched_bytes = sum(tensor.bytes for tensor in untouched)
     ends = sum(tensor.bytes for tensor in untouched if is_end(tensor.name, seen))
-    return Plan(
+    plan = Plan(
         source=source.name,
-        architecture=_architecture(model_config, seen),
+        architecture=architecture,
         blocks=seen.blocks,
         whole=seen.whole,
         returns_tuple=seen.returns_tuple,
@@ -146,8 +154,22 @@ def _plan(
         + sum(OUTPUTS[config.format].packed_bytes(t.rows, t.columns, settings_of(t)) for t in targets),
         memory_bytes=memory,
         tensor_parallel=tensor_parallel(targets),
+        tensor_parallel_limit=limiting_weight(targets, seen.blocks),
         servers=servers,
     )
+    _refuse_misread(plan, config)
+    return plan
+
+
+def _refuse_misread(plan: Plan, config: Config) -> None:
+    """Refuse a plan whose config file clients would not read as it is meant."""
+    dialect = DIALECTS.get(config.format)
+    if dialect is None:
+        return
+    described = dialect.describe(plan, None, dialect.variants[0], "")
+    fault = next(misread(description_of(plan), dialect.read_settings(described)), None)
+    if fault is not None:
+        raise PlanError(f"the {config.format} format has no words for this plan: {fault}; leave that weight out")
 
 
 def _architecture(model_config: PreTrainedConfig, seen: Probe) -> str:

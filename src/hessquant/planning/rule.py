@@ -9,10 +9,21 @@ Setting = Literal["bits", "group_size", "symmetric"]
 
 @dataclass(frozen=True)
 class Evidence:
-    """How something is known: whether it was run, and where or in which document."""
+    """How something is known: whether it was run, and where or in which document.
+
+    Attributes:
+        basis: Whether it was run, read, or neither.
+        source: Where.
+        architectures: What was run; "measured" holds for these alone.
+    """
 
     basis: Basis
     source: str
+    architectures: tuple[str, ...] = ()
+
+    def covers(self, architecture: str) -> bool:
+        """Whether it is about a class of models; "" = whichever it was found with."""
+        return self.basis != "measured" or architecture in ("", *self.architectures)
 
 
 @dataclass(frozen=True)
@@ -25,12 +36,27 @@ class Mixing:
 
 
 @dataclass(frozen=True)
-class Head:
-    """Whether a client opens a checkpoint whose head is quantized; `why` says why not."""
+class Part:
+    """Whether a client opens a checkpoint in which a head, or experts, are quantized; `why` says why not."""
 
     opens: Literal["yes", "no"]
     evidence: Evidence
     why: str = ""
+
+
+@dataclass(frozen=True)
+class Unquantized:
+    """Modules that a client builds without quantization, so that it cannot load them quantized.
+
+    Attributes:
+        pattern: Of weight names, as `--include` takes it.
+        source: Where that was read.
+        but: Beginnings of the names of classes that it quantizes them in.
+    """
+
+    pattern: str
+    source: str
+    but: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -49,10 +75,15 @@ class Rule:
         group_multiple: What a group size other than -1 must be a multiple of.
         row_multiple: What a weight's outputs must be a multiple of, on each tensor-parallel rank.
         column_multiple: What its inputs must be a multiple of, likewise.
-        fuses: Whether it makes one matrix of weights that share their input, and so refuses different settings there.
+        fuses: Name, in the table of fused sets, of the client that makes one matrix of several weights, and so refuses
+            different settings there; empty = it fuses none.
         splits: Whether it can divide a quantized weight among devices.
         mixed: What is known of settings that differ from weight to weight; what is not named was never tried.
         head: What is known of quantized heads; None = nothing.
+        experts: What is known of quantized experts; None = nothing.
+        experts_as_most: Whether it takes experts for quantized as most weights are, whatever the config says.
+        stacked_experts: Beginnings of classes whose experts it reads in no other form than all in one tensor.
+        unquantized: Modules that it builds without quantization.
         dtypes: Activations that it computes with.
         note: Said where the checkpoint fits, or why it does not read the format.
         asymmetric_note: Said besides where a weight is asymmetric.
@@ -71,10 +102,14 @@ class Rule:
     group_multiple: int = 1
     row_multiple: int = 1
     column_multiple: int = 1
-    fuses: bool = False
+    fuses: str = ""
     splits: bool = False
     mixed: tuple[Mixing, ...] = ()
-    head: Head | None = None
+    head: Part | None = None
+    experts: Part | None = None
+    experts_as_most: bool = False
+    stacked_experts: tuple[str, ...] = ()
+    unquantized: tuple[Unquantized, ...] = ()
     dtypes: str = ""
     note: str = ""
     asymmetric_note: str = ""

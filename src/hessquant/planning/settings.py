@@ -100,11 +100,11 @@ def _refuse_ragged(
 
 
 def _refuse_uneven_sets(chosen: Sequence[ProbedProduct], settings: Mapping[str, ModuleSettings]) -> None:
-    for members in fused_sets(chosen):
-        if len({settings[product.name] for product in members}) > 1:
-            listing = "\n".join(f"  {product.name}: {_said(settings[product.name])}" for product in members)
+    for fused, members in fused_sets(chosen):
+        if fused.everywhere and len({settings[product.name] for product in members}) > 1:
+            listing = "\n".join(f"  {product.name}: {settings[product.name]}" for product in members)
             raise PlanError(
-                f"these weights share their input, so servers fuse them and refuse different settings:\n{listing}\n"
+                f"servers fuse these weights into one matrix, and refuse different settings:\n{listing}\n"
                 "Give all of them the same override, or none"
             )
 
@@ -124,11 +124,6 @@ def refuse_format(
             faults[f"  {weight_pattern(product.name, blocks)}: {fault}"] = None
     if faults:
         raise PlanError(f"the {config.format} format cannot hold these weights:\n" + "\n".join(faults))
-
-
-def _said(settings: ModuleSettings) -> str:
-    kind = "symmetric" if settings.symmetric else "asymmetric"
-    return f"{settings.bits} bits, group size {settings.group_size}, {kind}"
 
 
 def _listing(products: Iterable[tuple[ProbedProduct, int | None]], blocks: Sequence[str]) -> str:

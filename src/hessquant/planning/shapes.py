@@ -5,6 +5,7 @@ from typing import NamedTuple, Protocol
 
 from hessquant.config import AUTO_GROUP_SIZES
 from hessquant.models.recorder import ProbedProduct
+from hessquant.records import Target
 
 _WORD = 32
 _LARGEST_TENSOR_PARALLEL = 64
@@ -53,7 +54,7 @@ def tensor_parallel(weights: Iterable[Divided], row_multiple: int = 1, column_mu
         row_multiple: What the rows of each part must be a multiple of.
         column_multiple: What the columns of each part must be a multiple of.
     """
-    shapes = {Shape(weight.rows, weight.columns, weight.bits, weight.group_size) for weight in weights}
+    shapes = set(map(_shape, weights))
     size = 1
     while size < _LARGEST_TENSOR_PARALLEL and all(
         _divides(size * 2, shape, row_multiple, column_multiple) for shape in shapes
@@ -62,12 +63,28 @@ def tensor_parallel(weights: Iterable[Divided], row_multiple: int = 1, column_mu
     return size
 
 
+def limiting_weight(
+    targets: Iterable[Target], blocks: Sequence[str], row_multiple: int = 1, column_multiple: int = 1
+) -> str:
+    """The first weight, `*` for its block's number, that keeps the tensor-parallel size where it is; "" if none."""
+    targets = list(targets)
+    size = tensor_parallel(targets, row_multiple, column_multiple)
+    if size >= _LARGEST_TENSOR_PARALLEL:
+        return ""
+    names = (t.name for t in targets if not _divides(size * 2, _shape(t), row_multiple, column_multiple))
+    return weight_pattern(next(names), blocks)
+
+
 def weight_pattern(name: str, blocks: Sequence[str]) -> str:
     """A weight's name with `*` for the number of its block."""
     for block in blocks:
         if name.startswith(f"{block}."):
             return f"{block.rpartition('.')[0]}.*{name.removeprefix(block)}"
     return name
+
+
+def _shape(weight: Divided) -> Shape:
+    return Shape(weight.rows, weight.columns, weight.bits, weight.group_size)
 
 
 def _divides(ranks: int, shape: Shape, row_multiple: int, column_multiple: int) -> bool:

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from hessquant.config import Config
 from hessquant.errors import PlanError
+from hessquant.formats.fused import FUSED, FusedSet, parts_by_owner
 from hessquant.models.probe import Probe
 from hessquant.models.recorder import ProbedProduct
 from hessquant.planning.patterns import match_all
@@ -13,12 +14,9 @@ from hessquant.records import Target, TensorInfo
 
 _Weight = TypeVar("_Weight", ProbedProduct, Target)
 
-MIN_ROWS = 32
-"""A weight with fewer outputs, counted over all that it is fused with, is a router or a gate: not worth its risk."""
-
-_FEWEST_ROWS = 8
-"""A weight with fewer fills no packed word; whatever it shares its input with, no server makes one matrix of them."""
-
+MIN_ROWS = 64
+"""A weight with fewer outputs is a gate, unless these are the hidden state or a server makes it one matrix with others:
+it is not worth its risk, and kernels need as many on every device (vLLM and SGLang, marlin_utils.py: MIN_THREAD_N)."""
 
 EXCLUDED = "excluded by pattern"
 """How the reason begins where the user left a weight out."""
@@ -47,23 +45,14 @@ def select_targets(
     _check_included(included, candidates, probe)
 
     asked = named(included)
-    gates = {
-        name: "router" if product.is_router else f"only {product.rows} rows"
-        for name, product in candidates.items()
-        if (product.is_router or product.rows < _FEWEST_ROWS) and name not in asked
+    reasons = {
+        name: product.chooses or f"only {product.rows} rows"
+        for name, product in _gates(candidates, probe.hidden_size).items()
+        if name not in asked
     }
-    sets = fused_sets(product for name, product in candidates.items() if name not in gates)
-    reasons = gates | {
-        product.name: f"only {product.rows} rows"
-        for members in sets
-        if sum(product.rows for product in members) < MIN_ROWS
-        for product in members
-    }
-    for name in asked:
-        reasons.pop(name, None)
     for pattern, matched in excluded.items():
         reasons.update({name: f"{EXCLUDED} {pattern!r}" for name in matched if name in candidates})
-    _refuse_parted_sets(sets, reasons)
+    _refuse_parted_sets(candidates.values(), reasons)
     _refuse_parted_stacks(candidates.values(), reasons)
 
     chosen = tuple(product for name, product in candidates.items() if name not in reasons)
@@ -72,6 +61,23 @@ def select_targets(
     if not chosen:
         raise PlanError("nothing is left to quantize: every weight is excluded or has too few rows")
     return chosen, left_alone(chosen, reasons, tensors, probe)
+
+
+def _gates(candidates: Mapping[str, ProbedProduct], hidden_size: int) -> dict[str, ProbedProduct]:
+    """Weights that only choose, by what is done with their outputs, or that are too small for anything else.
+
+    The matrices of experts may be small; those that choose among them are not theirs.
+    """
+    widest = {name: product.rows for name, product in candidates.items()}
+    for fused, members in fused_sets(candidates.values()):
+        rows = (sum if fused.everywhere else max)(product.rows for product in members)
+        widest |= {product.name: max(rows, widest[product.name]) for product in members}
+    return {
+        name: product
+        for name, product in candidates.items()
+        if product.chooses
+        or (widest[name] < MIN_ROWS and product.rows != hidden_size and not (product.module or product.may_be_skipped))
+    }
 
 
 def named(matched: Mapping[str, frozenset[str]]) -> frozenset[str]:
@@ -177,13 +183,15 @@ def _check_included(
             raise PlanError(f"include pattern {pattern!r} matches nothing that can be quantized: {name} is {why}")
 
 
-def fused_sets(weights: Iterable[_Weight]) -> list[list[_Weight]]:
-    """Weights of one module that are multiplied with the same input: what servers make one matrix of."""
-    sets: dict[tuple[object, str], list[_Weight]] = {}
-    for weight in weights:
-        shared = weight.shares_input_with if isinstance(weight, Target) else weight.input_id
-        sets.setdefault((shared, weight.name.rsplit(".", 2)[0]), []).append(weight)
-    return list(sets.values())
+def fused_sets(weights: Iterable[_Weight]) -> list[tuple[FusedSet, list[_Weight]]]:
+    """Weights that some server makes one matrix of."""
+    known = {weight.name.removesuffix(".weight"): weight for weight in weights}
+    return [
+        (fused, [known[module] for module in modules])
+        for leaves in parts_by_owner(known).values()
+        for fused in FUSED
+        if (modules := fused.members(leaves))
+    ]
 
 
 def _refuse_parted_stacks(candidates: Iterable[ProbedProduct], reasons: Mapping[str, str]) -> None:
@@ -224,12 +232,12 @@ def _refuse_self_routed(chosen: Iterable[ProbedProduct], probe: Probe) -> None:
         raise PlanError(f"{probe.architecture}: --experts all is not possible, {why}; use --experts routed")
 
 
-def _refuse_parted_sets(sets: Iterable[list[ProbedProduct]], reasons: Mapping[str, str]) -> None:
-    for members in sets:
-        out = [product.name for product in members if product.name in reasons]
-        if out and len(out) < len(members):
-            rest = [product.name for product in members if product.name not in reasons]
+def _refuse_parted_sets(candidates: Iterable[ProbedProduct], reasons: Mapping[str, str]) -> None:
+    for fused, of_set in fused_sets(candidates):
+        out = [product.name for product in of_set if product.name in reasons]
+        if fused.everywhere and out and len(out) < len(of_set):
+            rest = [product.name for product in of_set if product.name not in reasons]
             raise PlanError(
                 f"{', '.join(out)} would stay in 16 bit ({reasons[out[0]]}) while {', '.join(rest)} would not; servers "
-                "fuse weights that share their input and refuse such a mixture: exclude all of them or none"
+                f"make one matrix of them ({fused.name}) and refuse such a mixture: exclude all of them or none"
             )

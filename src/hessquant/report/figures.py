@@ -122,5 +122,15 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 def remark(verdict: ServerVerdict) -> str:
     """A verdict's reason, and how far the client can divide the weights among devices."""
-    reach = f"tensor parallel up to {verdict.tensor_parallel}" if verdict.tensor_parallel is not None else ""
-    return "; ".join(part for part in (verdict.reason, reach) if part)
+    size = verdict.tensor_parallel
+    divided = "" if size is None else f"tensor parallel {reach(size, verdict.limited_by)}"
+    return "; ".join(part for part in (verdict.reason, divided) if part)
+
+
+def reach(tensor_parallel: int, limited_by: str) -> str:
+    """A tensor-parallel size, and the weight that sets it.
+
+    >>> reach(2, "model.layers.*.mlp.down_proj.weight")
+    'up to 2, set by model.layers.*.mlp.down_proj'
+    """
+    return f"up to {tensor_parallel}" + (f", set by {limited_by.removesuffix('.weight')}" if limited_by else "")

@@ -11,7 +11,17 @@ from rich.table import Table
 from rich.text import Text
 
 from hessquant.records import Evaluation, ExportReport, Inspection, LayerRecord, Plan, RunReport, Target
-from hessquant.report.figures import by_kind, kind, kind_labels, notes, relative_output_error, remark, totals, worst
+from hessquant.report.figures import (
+    by_kind,
+    kind,
+    kind_labels,
+    notes,
+    reach,
+    relative_output_error,
+    remark,
+    totals,
+    worst,
+)
 from hessquant.report.html import PAGE_NAME
 from hessquant.report.json_report import REPORT_NAME
 from hessquant.report.units import format_bytes, format_percent, format_range, format_ratio, format_seconds
@@ -113,7 +123,7 @@ def _plan_facts(plan: Plan) -> Table:
             f"{format_percent(plan.unquantized_matrices)} without embeddings and head",
         ),
         ("Memory", f"about {format_bytes(plan.memory_bytes)}"),
-        ("Tensor parallel", f"up to {plan.tensor_parallel}"),
+        ("Tensor parallel", reach(plan.tensor_parallel, plan.tensor_parallel_limit)),
     )
 
 

@@ -1,0 +1,129 @@
+"""What clients make of a model as a whole: fused sets, experts, heads, and modules that they build unquantized."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from hessquant.formats.dialect import common_settings, settings_of
+from hessquant.formats.fused import FUSED, parts_by_owner
+from hessquant.planning.patterns import matches
+from hessquant.planning.rule import Basis, Evidence, Part, Rule
+from hessquant.planning.shapes import weight_pattern
+from hessquant.records import Target
+
+Opens = Literal["yes", "no", "unknown"]
+
+_EXPERT = re.compile(r"(.*\bexperts)\.\d+\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
+"""Names that loaders have for the matrices of experts (vLLM 0.32.0, fused_moe/routed_experts.py; SGLang likewise)."""
+
+
+class Finding(NamedTuple):
+    """One thing that speaks for or against opening, and how it is known."""
+
+    opens: Opens
+    reason: str
+    basis: Basis
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What is known of a model besides its quantized weights.
+
+    Attributes:
+        architecture: Class that its config names; empty = whatever a rule was found with.
+        left: Names of the tensors that stay in 16 bit.
+        counts_as_run: Whether what was measured with other architectures counts for this one.
+    """
+
+    architecture: str = ""
+    left: frozenset[str] = frozenset()
+    counts_as_run: bool = False
+
+    def is_covered(self, evidence: Evidence) -> bool:
+        """Whether something that is known is known of this model."""
+        return self.counts_as_run or evidence.covers(self.architecture)
+
+
+UNSAID = Surroundings()
+"""Nothing is known besides the weights."""
+
+
+def basis_for(evidence: Evidence, model: Surroundings) -> Basis:
+    """How something is known of this model."""
+    return evidence.basis if model.is_covered(evidence) else "not run"
+
+
+def composition_findings(
+    rule: Rule, targets: Sequence[Target], blocks: Sequence[str], model: Surroundings
+) -> Iterator[Finding]:
+    """What is known of all that is more than a weight's settings and shape."""
+    yield from _uneven_sets(rule, targets, model)
+    yield from _built_unquantized(rule, targets, blocks, model)
+    if any(target.transposed for target in targets if not target.module):
+        yield Finding("unknown", "never tried with Conv1D weights", "not run")
+    experts = [target for target in targets if target.module or _EXPERT.fullmatch(target.name)]
+    if experts:
+        yield from _experts(rule, targets, experts, model)
+    if any(target.block == len(blocks) for target in targets):
+        yield _part(rule.head, "never tried with a quantized head", model)
+
+
+def _part(part: Part | None, untried: str, model: Surroundings) -> Finding:
+    if part is None:
+        return Finding("unknown", untried, "not run")
+    return Finding(part.opens, part.why, basis_for(part.evidence, model))
+
+
+def _uneven_sets(rule: Rule, targets: Sequence[Target], model: Surroundings) -> Iterator[Finding]:
+    """The first set that the client makes one matrix of, and whose weights differ."""
+    known = {target.name.removesuffix(".weight"): target for target in targets}
+    left = {name.removesuffix(".weight") for name in model.left if name.endswith(".weight")}
+    sets = [fused for fused in FUSED if rule.fuses in fused.clients and fused.holds_for(model.architecture)]
+    for leaves in parts_by_owner([*known, *left]).values() if rule.fuses else ():
+        for fused in sets:
+            members = fused.members(leaves)
+            settings = [settings_of(known[name]) if name in known else None for name in members]
+            other = next((index for index, each in enumerate(settings) if each != settings[0]), None)
+            if other is not None:
+                first, second = (f"{members[i]}.weight ({settings[i] or 'left in 16 bit'})" for i in (0, other))
+                yield Finding("no", f"fuses {first} with {second}, which must be alike", rule.evidence.basis)
+                return
+
+
+def _built_unquantized(
+    rule: Rule, targets: Sequence[Target], blocks: Sequence[str], model: Surroundings
+) -> Iterator[Finding]:
+    for module in rule.unquantized:
+        if model.architecture.startswith(module.but or (" ",)):
+            continue
+        taken = next((target.name for target in targets if matches(module.pattern, target.name)), None)
+        if taken is not None:
+            reason = f"builds {weight_pattern(taken, blocks)} without quantization, so it cannot load it quantized"
+            yield Finding("no", reason, "documented")
+
+
+def _experts(
+    rule: Rule, targets: Sequence[Target], experts: Sequence[Target], model: Surroundings
+) -> Iterator[Finding]:
+    yield _part(rule.experts, "never tried with mixtures of experts", model)
+    if not rule.fuses:
+        return
+    unnamed = next((target.name for target in experts if not _EXPERT.fullmatch(target.name)), None)
+    if unnamed is not None:
+        yield Finding("no", f"has no name for an expert's matrix in a form like {unnamed}", "documented")
+    if model.architecture.startswith(rule.stacked_experts or (" ",)):
+        yield Finding("no", f"reads the experts of {model.architecture} only where one tensor holds all", "documented")
+    layers: dict[str, set[object]] = {}
+    for name, settings in (*((t.name, settings_of(t)) for t in experts), *((name, None) for name in model.left)):
+        found = _EXPERT.fullmatch(name)
+        if found:
+            layers.setdefault(found[1], set()).add(settings)
+    uneven = next((owner for owner, settings in layers.items() if len(settings) > 1), None)
+    if uneven is not None:
+        yield Finding("no", f"takes all matrices of {uneven} as one, and they are not all alike", "documented")
+    common = {common_settings(targets)}
+    if rule.experts_as_most and any(settings != common for settings in layers.values()):
+        yield Finding(
+            "no", "takes all experts for quantized as most weights are, and not all of them are", "documented"
+        )
