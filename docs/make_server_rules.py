@@ -49,7 +49,7 @@ So entries are expressions that match every name that a module has, fused names 
 readers begin names with other words (`model.language_model.`, `language_model.model.`, ...; their `hf_to_vllm_mapper`),
 an expression takes any of these. The plan, and the verification after writing, read the config by these rules, and every
 module must be what its tensors are.
-"""
+"""  # noqa: E501
 
 
 def page() -> str:

@@ -120,7 +120,7 @@ def test_a_true_act_order_is_refused_by_name_before_anything_is_written(quantize
     first = quantized()
     name = "model.layers.1.mlp.up_proj.g_idx"
     edit(first, lambda tensors: tensors.update({name: tensors[name].flip(0)}))
-    with pytest.raises(PlanError, match=r"layers\.1\.mlp\.up_proj\.weight.*g_idx permutes the inputs"):
+    with pytest.raises(SourceError, match=r"inspect finds fault.*layers\.1\.mlp\.up_proj.*g_idx permutes the inputs"):
         hessquant.export(first, tmp_path / "second", hessquant.Config(format="compressed-tensors"))
     assert not (tmp_path / "second").exists()
 

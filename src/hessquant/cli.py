@@ -224,13 +224,14 @@ def evaluate(
 @app.command()
 def inspect(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoint directory.")],
+    trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> int:
     """Show what a checkpoint holds and what is wrong with it."""
     with redirect_stdout(sys.stderr):
         from hessquant import pipeline
 
-        inspection = pipeline.inspect(directory)
+        inspection = pipeline.inspect(directory, trust_remote_code=trust_remote_code)
     _show(inspection, render_inspection(inspection), as_json)
     return _FAILED if inspection.faults else _DONE
 

@@ -443,6 +443,7 @@ class Inspection:
         bits_per_weight: Mean bits per quantized weight, scales and zeros included; 0 when none.
         total_bytes: Bytes of all tensors.
         faults: One sentence per thing that is wrong; empty when the checkpoint is sound.
+        unchecked: Why it was not compared with the model that its config names; empty if it was.
     """
 
     directory: str
@@ -452,3 +453,4 @@ class Inspection:
     bits_per_weight: float
     total_bytes: int
     faults: tuple[str, ...]
+    unchecked: str = ""

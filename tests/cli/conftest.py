@@ -64,7 +64,7 @@ class FakePipeline(ModuleType):
         self._ask(**asked, window_length=window_length, trust_remote_code=trust_remote_code)
         return self.evaluation
 
-    def inspect(self, directory):
+    def inspect(self, directory, *, trust_remote_code=False):
         self._ask(directory=directory)
         return self.inspection
 

@@ -12,7 +12,8 @@ from hessquant.errors import SourceError
 from hessquant.records import Progress, TensorInfo
 
 _CHUNK_BYTES = 16 << 20
-_CHECKED = ("F64", "F32", "BF16", "F16")
+CHECKED = ("F64", "F32", "BF16", "F16")
+"""Dtypes whose numbers may be not finite."""
 
 
 def audit(source: CheckpointReader, progress: Progress) -> str:
@@ -36,7 +37,7 @@ def audit(source: CheckpointReader, progress: Progress) -> str:
         rows = 0
         for piece in source.chunks(name, _CHUNK_BYTES):
             digest.update(raw_bytes(piece).numpy().data)
-            if info.dtype in _CHECKED:
+            if info.dtype in CHECKED:
                 _refuse_non_finite(info, piece, rows)
             rows += len(piece) if piece.ndim else 0
         progress.advance(name)

@@ -1,18 +1,30 @@
-"""Looking over a checkpoint without a model: what it holds, and what is wrong with it."""
+"""Looking over a checkpoint without reading it into a model: what it holds, and what is wrong with it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+import torch
+
+from hessquant.checkpoint.against_model import compare_with_model
+from hessquant.checkpoint.audit import CHECKED as FLOATING
 from hessquant.checkpoint.decode import layout_in, parts_in, quantization_of
 from hessquant.checkpoint.header import read_json
 from hessquant.checkpoint.reader import CONFIG_FILE, ShardFiles, take_inventory
+from hessquant.errors import SourceError
 from hessquant.formats.dialect import Dialect, ModuleSettings, Settings
 from hessquant.formats.dialects import DIALECTS, dialect_of
+from hessquant.models.source import ModelSource
 from hessquant.records import InspectedWeight, Inspection, TensorInfo
 
+_CHUNK_BYTES = 16 << 20
 
-def inspect_checkpoint(directory: Path) -> Inspection:
+
+def inspect_checkpoint(directory: Path, *, trust_remote_code: bool = False) -> Inspection:
     """Take stock of a checkpoint directory; what is wrong in it is reported, not raised.
+
+    Args:
+        directory: Where it lies.
+        trust_remote_code: Allow code that comes with the model to run, to compare the checkpoint with its model.
 
     Raises:
         SourceError: If there is nothing to open, or it is quantized by a method that is not known.
@@ -26,6 +38,7 @@ def inspect_checkpoint(directory: Path) -> Inspection:
     faults = [*inventory.faults, *_inventory_faults(tensors, modules, dialect, settings)]
     parts = {name for module in modules for name in dialect.part_names(module).values()}
     weights: list[InspectedWeight] = []
+    untouched = tuple(info for name, info in tensors.items() if name not in parts)
     files = ShardFiles(directory)
     try:
         for module in modules:
@@ -35,18 +48,47 @@ def inspect_checkpoint(directory: Path) -> Inspection:
             weight, found = _inspect_weight(module, tensors, stated, dialect, settings.variant, files)
             weights.extend([weight] if weight is not None else [])
             faults.extend(f"{module}: {fault}" for fault in found)
+        faults.extend(_non_finite(untouched, files))
     finally:
         files.close()
+    # What is packed wrongly has been said; what else is wrong with the model can only be told of a whole inventory.
+    unchecked = "its tensors do not fit together" if faults else ""
+    if not faults:
+        whole = {info.name: info for info in (*untouched, *map(_as_plain, weights))}
+        source = ModelSource(directory.resolve().name, directory)
+        compared = compare_with_model(source, whole, settings, trust_remote_code=trust_remote_code)
+        faults, unchecked = [*compared.faults], compared.unchecked
     count = sum(weight.rows * weight.columns for weight in weights)
     return Inspection(
         directory=directory.resolve().name,
         format=settings.variant if settings is not None else "none",
         weights=tuple(weights),
-        untouched=tuple(info for name, info in tensors.items() if name not in parts),
+        untouched=untouched,
         bits_per_weight=8 * sum(weight.bytes for weight in weights) / count if count else 0.0,
         total_bytes=sum(info.bytes for info in tensors.values()),
         faults=tuple(faults),
+        unchecked=unchecked,
     )
+
+
+def _as_plain(weight: InspectedWeight) -> TensorInfo:
+    """A quantized weight as the tensor that it stands for, which is in no file."""
+    return TensorInfo(weight.name, (weight.rows, weight.columns), "F16", 2 * weight.rows * weight.columns, "")
+
+
+def _non_finite(untouched: Iterable[TensorInfo], files: ShardFiles) -> Iterator[str]:
+    for info in untouched:
+        if info.dtype not in FLOATING:
+            continue
+        bad = 0
+        try:
+            for piece in files.chunks(info, _CHUNK_BYTES):
+                bad += int((~torch.isfinite(piece)).sum())
+        except SourceError as error:
+            yield str(error)
+            continue
+        if bad:
+            yield f"{info.name} has {bad} values that are NaN or Inf"
 
 
 def _inspect_weight(

@@ -73,7 +73,7 @@ def _named(description: Description, settings: Stated) -> list[str]:
     """
     chosen = [module for module in description.modules if module.settings == settings]
     if description.any_prefix or any(module.with_all_inside for module in chosen):
-        return [f"re:{pattern}" for pattern in description.patterns(settings)]
+        return [f"re:{pattern}" for pattern in description.patterns(settings, named_head=settings is not None)]
     return list(dict.fromkeys(name for module in chosen for name in module.known))
 
 

@@ -5,7 +5,7 @@ all experts of a layer, and look the settings up by that one's name; so those ar
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from hessquant.errors import PlanError
@@ -63,11 +63,18 @@ class Description:
             for module in self.modules
             if module.settings == settings and (named_head or not (module.is_head and module.known[0].endswith(_HEAD)))
         ]
+        around = tuple(f"{self.plain(name)}." for module in chosen if module.with_all_inside for name in module.known)
         found: list[str] = []
         for with_all_inside in (False, True):
-            names = [n for m in chosen if m.with_all_inside == with_all_inside for n in m.known]
+            names = [name for module in chosen if module.with_all_inside == with_all_inside for name in module.known]
+            # What is inside others is said with them.
+            names = [name for name in names if not self.plain(name).startswith(around)]
             found += expressions(names, any_prefix=self.any_prefix, with_all_inside=with_all_inside)
         return found
+
+    def plain(self, name: str) -> str:
+        """A name without the words that readers may change, if they may."""
+        return without_prefix(name) if self.any_prefix else name
 
 
 def description_of(plan: Plan) -> Description:
@@ -91,9 +98,19 @@ def description_of(plan: Plan) -> Description:
                     f"{name}: give both the same settings, or leave both out"
                 )
     settings = {name: module.settings for module in known for name in module.known}
-    made = _fused(settings) | _of_experts(settings)
+    made = _fused(settings, plan.architecture) | _of_experts(settings)
     servers = (DescribedModule((name,), how, is_made=True) for name, how in made.items() if name not in settings)
-    return Description((*known, *servers), any_prefix)
+    return Description((*known, *servers, *(_untouched_parts(known) if any_prefix else ())), any_prefix)
+
+
+def _untouched_parts(modules: Iterable[DescribedModule]) -> list[DescribedModule]:
+    """Parts of a model, such as a vision tower, in which nothing is quantized: readers build more modules there."""
+    quantized: dict[str, bool] = {}
+    for module in modules:
+        for name in (without_prefix(name) for name in module.known if not module.is_head):
+            part = name.partition(".")[0]
+            quantized[part] = quantized.get(part, False) or module.settings is not None
+    return [DescribedModule((part,), None, with_all_inside=True) for part, some in quantized.items() if not some]
 
 
 def _names(target: Target, plan: Plan) -> tuple[str, ...]:
@@ -127,11 +144,11 @@ def _left_alone(plan: Plan) -> Iterator[DescribedModule]:
             yield DescribedModule(inside, None, with_all_inside=True)
 
 
-def _fused(stated: Mapping[str, Stated]) -> dict[str, Stated]:
+def _fused(stated: Mapping[str, Stated], architecture: str) -> dict[str, Stated]:
     """What servers make one module of, where its parts are alike; under that one's name."""
     made: dict[str, Stated] = {}
     for owner, leaves in parts_by_owner(stated).items():
-        for fused in FUSED:
+        for fused in (fused for fused in FUSED if fused.holds_for(architecture)):
             settings = {stated[leaves[part]] for part in fused.parts if part in leaves}
             if len(settings) == 1 and leaves.keys() >= set(fused.parts):
                 made[f"{owner}.{fused.name}" if owner else fused.name] = settings.pop()

@@ -73,11 +73,13 @@ class Reading:
         clients: Who reads it so.
         module: How a module is quantized, by its name.
         by_made_names: Whether modules that servers make of several are looked up by their own names.
+        heads_apart: Whether a head is quantized only where the config says so of heads.
     """
 
     clients: str
     module: Callable[[str], Stated]
     by_made_names: bool = False
+    heads_apart: bool = False
 
 
 @dataclass(frozen=True)

@@ -99,9 +99,9 @@ def read_settings(described: Mapping[str, Any]) -> Settings:
         return by_pattern(name) if listed is not None and name.endswith(listed) else None
 
     readings = [
-        Reading("vLLM", by_part_of_name),
-        Reading("vLLM, SGLang and GPTQModel", by_pattern, by_made_names=True),
-        *([] if listed is None else [Reading("transformers", by_end_of_name)]),
+        Reading("vLLM", by_part_of_name, heads_apart=not with_head),
+        Reading("vLLM, SGLang and GPTQModel", by_pattern, by_made_names=True, heads_apart=not with_head),
+        *([] if listed is None else [Reading("transformers", by_end_of_name, heads_apart=not with_head)]),
     ]
     return Settings(checkpoint_format, tuple(readings))
 

@@ -41,12 +41,18 @@ def make_plan(model: str, config: Config | None = None, *, calibration: str | It
         return plan
 
 
-def inspect(directory: Path | str) -> Inspection:
+def inspect(directory: Path | str, *, trust_remote_code: bool = False) -> Inspection:
     """Say what a checkpoint directory holds and what is wrong with it.
+
+    Args:
+        directory: The checkpoint.
+        trust_remote_code: Allow code that comes with the model to run, to compare the checkpoint with its model.
 
     Raises:
         SourceError: If it cannot be opened as a checkpoint at all.
     """
     path = Path(directory)
     file = only_gguf(path)
-    return inspect_checkpoint(path) if file is None else inspect_gguf(file)
+    if file is not None:
+        return inspect_gguf(file)
+    return inspect_checkpoint(path, trust_remote_code=trust_remote_code)

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from hessquant import __version__
+from hessquant.checkpoint.inspect import inspect_checkpoint
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.unpacked import UnpackedCheckpoint
 from hessquant.checkpoint.writer import refuse_output, refuse_sidecars
 from hessquant.config import Config, Override
 from hessquant.core.grid import QuantizedWeight
-from hessquant.errors import CheckpointError, PlanError
+from hessquant.errors import CheckpointError, PlanError, SourceError
 from hessquant.formats.dialect import half_scales
 from hessquant.models.source import ModelSource
 from hessquant.pipeline.progress import SILENT
@@ -52,6 +53,7 @@ def export(
         source = ModelSource(checkpoint.name, checkpoint)
         plan = plan_export(source, unpacked.tensors, unpacked.packed, config)
         refuse_form(config, unpacked, checkpoint, plan)
+        _refuse_faulty(checkpoint, config)
         if on_plan is not None:
             on_plan(plan)
         # What is in the files, but for the values: all is written again anyway.
@@ -82,6 +84,14 @@ def export(
         output_bytes=plan.output_bytes,
         seconds=time.perf_counter() - started,
     )
+
+
+def _refuse_faulty(checkpoint: Path, config: Config) -> None:
+    """What `inspect` finds fault with is not written on: the codes would be exact, and what they stand for is not."""
+    faults = inspect_checkpoint(checkpoint, trust_remote_code=config.trust_remote_code).faults
+    if faults:
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise SourceError(f"{checkpoint.name} cannot be exported, since inspect finds fault with it: {faults[0]}{more}")
 
 
 def _refuse_inexact(weights: Mapping[str, QuantizedWeight], config: Config, progress: Progress) -> None:

@@ -101,7 +101,8 @@ def render_inspection(inspection: Inspection) -> RenderableType:
         for weight in inspection.weights
     )
     verdict = _sentences("Faults", inspection.faults, "red") if inspection.faults else Text("No faults found.")
-    return _page(facts, table if inspection.weights else None, verdict)
+    unchecked = Text(f"Not compared with the model that its config names: {inspection.unchecked}")
+    return _page(facts, table if inspection.weights else None, verdict, unchecked if inspection.unchecked else None)
 
 
 def _plan_facts(plan: Plan) -> Table:
