@@ -1,10 +1,14 @@
-"""Files on disk: written so that one that is there is whole (temporary name, fsync, rename), and their size."""
+"""Files on disk: written so that one that is there is whole (temporary name, fsync, rename), their size, and locks."""
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+
+from filelock import FileLock, Timeout
+
+_TRIES = 100
 
 
 @contextmanager
@@ -38,3 +42,61 @@ def fsync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class HeldFile:
+    """A lock file that this process holds until it is released, or until the process ends, however it ends.
+
+    The system's lock is on the file, not on its name. One that was removed between being opened and being locked keeps
+    nobody out: so it is looked whether the name still leads to what was locked.
+    """
+
+    def __init__(self, path: Path, lock: FileLock, *, found: bool) -> None:
+        self._path, self._lock, self._found = path, lock, found
+
+    @classmethod
+    def take(cls, path: Path) -> "HeldFile | None":
+        """Lock a file, which is made with its folder if need be; None if another process holds it.
+
+        Raises:
+            OSError: If it cannot be made.
+        """
+        for _ in range(_TRIES):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock, found = _Lock(path), path.exists()
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                return None
+            except FileNotFoundError:
+                continue  # its last holder has removed the folder meanwhile
+            if lock.has_its_name():
+                return cls(path, lock, found=found)
+            lock.release()
+        return None  # others come and go
+
+    def release(self, *, as_found: bool) -> None:
+        """Let go of it and remove it. What cannot be removed is only in the way, and is taken over by the next.
+
+        Args:
+            as_found: Leave one that was there before, of a process that was killed: nothing was done here.
+        """
+        remove = not (as_found and self._found)
+        with suppress(OSError):
+            if remove:
+                # While it is held: removed later, it could be the lock of a process that has come meanwhile.
+                self._path.unlink()
+        self._lock.release()
+        with suppress(OSError):
+            if remove and os.name == "nt":
+                # There no file can be removed that is open: neither ours before, nor another process's now.
+                self._path.unlink()
+
+
+class _Lock(FileLock):
+    def has_its_name(self) -> bool:
+        held = self._context.lock_file_fd
+        try:
+            return held is not None and os.path.samestat(os.fstat(held), os.stat(self.lock_file))  # noqa: PTH116
+        except FileNotFoundError:
+            return False
