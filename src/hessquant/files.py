@@ -81,16 +81,22 @@ class HeldFile:
         Args:
             as_found: Leave one that was there before, of a process that was killed: nothing was done here.
         """
-        remove = not (as_found and self._found)
-        with suppress(OSError):
-            if remove:
-                # While it is held: removed later, it could be the lock of a process that has come meanwhile.
+        if as_found and self._found:
+            self._lock.release()
+            return
+        try:
+            # While it is held: removed later, it could be the lock of a process that has come meanwhile.
+            with suppress(FileNotFoundError):
                 self._path.unlink()
-        self._lock.release()
-        with suppress(OSError):
-            if remove and os.name == "nt":
-                # There no file can be removed that is open: neither ours before, nor another process's now.
+        except PermissionError:
+            # Windows removes no open file: now not ours, and after the release not that of another process.
+            self._lock.release()
+            with suppress(OSError):
                 self._path.unlink()
+        except OSError:
+            self._lock.release()
+        else:
+            self._lock.release()
 
 
 class _Lock(FileLock):
