@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from hessquant.errors import CheckpointError, OutputError
@@ -26,12 +26,9 @@ def holding(out: Path) -> Iterator[None]:
         OutputError: If another process works on it.
         CheckpointError: If it cannot be made or written to.
     """
-    absolute = out.absolute()
-    made = [folder for folder in (absolute, *absolute.parents) if not folder.exists()]
     try:
-        lock = HeldFile.take(absolute / LOCK_FILE)
+        lock = HeldFile.take(out / LOCK_FILE)
     except OSError as error:
-        _remove_empty(made)
         raise CheckpointError(f"{error.filename or out}: writing failed: {error.strerror or error}") from error
     if lock is None:
         raise OutputError(f"{out} is being written by another process; wait for it, or choose another output")
@@ -41,14 +38,6 @@ def holding(out: Path) -> Iterator[None]:
         failed = False
     finally:
         lock.release(as_found=failed)
-        _remove_empty(made)
-
-
-def _remove_empty(folders: list[Path]) -> None:
-    """Remove folders, innermost first, as long as nothing is in them."""
-    with suppress(OSError):
-        for folder in folders:
-            folder.rmdir()
 
 
 def refuse_output(out: Path, run: str | None, needed_bytes: int) -> None:
