@@ -71,6 +71,10 @@ def compressed_tensors(config, module, is_linear=True):
 
 def vllm_names(module):
     """What vLLM calls a module: as `hf_to_vllm_mapper` of its vision-language models says, and unchanged."""
-    text = (("model.language_model.", "language_model.model."), ("backbone.", "model."), ("lm_head", "language_model.lm_head"))
+    text = (
+        ("model.language_model.", "language_model.model."),
+        ("backbone.", "model."),
+        ("lm_head", "language_model.lm_head"),
+    )
     towers = [(f"model.{part}", part) for part in ("visual", "vision_tower", "multi_modal_projector", "vision_model")]
     return [module] + [new + module.removeprefix(old) for old, new in (*text, *towers) if module.startswith(old)]

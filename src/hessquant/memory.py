@@ -1,10 +1,14 @@
-"""How much memory this process may still take."""
+"""How much memory this process may still take, and has taken."""
 
 import platform
-import resource
 from pathlib import Path
 
 import psutil
+
+try:
+    import resource
+except ImportError:
+    resource = None  # type: ignore[assignment]
 
 _CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED = "max"
@@ -16,7 +20,14 @@ def available_memory() -> int:
 
 
 def peak_memory() -> int:
-    """Largest resident set of this process so far, in bytes."""
+    """Largest resident set of this process so far, in bytes.
+
+    Windows has no module `resource`, but keeps that number as the peak working set. Where neither is there, it is what
+    is resident now.
+    """
+    if resource is None:
+        held = psutil.Process().memory_info()
+        return int(getattr(held, "peak_wset", held.rss))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if platform.system() == "Darwin" else peak * 1024
 

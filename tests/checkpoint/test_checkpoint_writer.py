@@ -9,9 +9,9 @@ from transformers import AutoConfig
 
 from hessquant.checkpoint import shards, writer
 from hessquant.checkpoint.header import DTYPE_BYTES
+from hessquant.checkpoint.output import RUN_MARK, refuse_output
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.shards import Unit, plan_shards, write_shard
-from hessquant.checkpoint.writer import RUN_MARK, refuse_output
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError, OutputError
 from hessquant.records import TensorInfo

@@ -120,7 +120,15 @@ class Zygote:
         self._process.stdout.close()
         self._log.close()
 
-    def _job(self, model, out, *, fault=None, run_dir=None, config=None, calibration=None, poisoned=False):
+    def command(self, model, out, command, *, fault=None):
+        """Run a command, which takes over its process; gives its exit code and standard error."""
+        started = self.start(model, out, fault=fault, command=command)
+        ended = self.wait(started)
+        return ended.status, Path(f"{started[1]}.said").read_text()
+
+    def _job(
+        self, model, out, *, fault=None, run_dir=None, config=None, calibration=None, poisoned=False, command=None
+    ):
         return {
             "model": str(model),
             "out": str(out),
@@ -129,6 +137,7 @@ class Zygote:
             "calibration": calibration or CALIBRATION,
             "fault": fault,
             "poisoned": poisoned,
+            "command": command,
             "outcome": str(self._folder / f"outcome-{next(self._numbers)}.json"),
         }
 

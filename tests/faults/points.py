@@ -22,7 +22,8 @@ class Points:
     """Counts points as they are reached, and does what the fault says at the one that it names.
 
     Args:
-        fault: {"point", "nth", "does"}; does = "kill", "pause", "ENOSPC", "EIO" or "safetensors". None = only count.
+        fault: {"point", "nth", "does"}; does = "kill", "pause", "SIGINT", "SIGTERM", "ENOSPC", "EIO" or "safetensors".
+            None = only count.
     """
 
     def __init__(self, fault):
@@ -55,6 +56,9 @@ def _do(fault, path):
     does = fault["does"]
     if does == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if does in ("SIGINT", "SIGTERM"):
+        os.kill(os.getpid(), getattr(signal, does))
+        return
     if does == "pause":
         Path(fault["paused"]).touch()
         until = time.monotonic() + LONGEST_PAUSE

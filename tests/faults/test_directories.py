@@ -1,11 +1,14 @@
 """Directories that hold something already: another process, another run, another model, somebody's files."""
 
+import os
 import shutil
 import time
 
 import pytest
 from safetensors.torch import load_file, save_file
-from tests.faults.harness import digests, finished_blocks, looks_complete
+from tests.faults.harness import ROOT, digests, finished_blocks, looks_complete
+
+import hessquant
 
 OTHER = {"damping": 0.05}
 
@@ -62,6 +65,109 @@ def test_a_second_process_is_refused_and_does_not_disturb_the_first(zygote, sour
     go_on.touch()
     assert zygote.wait(first).report["resumed_blocks"] == 0
     undisturbed.assert_reached_by(out)
+
+
+def spelled(out, tmp_path):
+    """An output directory by other paths."""
+    (tmp_path / "link").symlink_to(out)
+    (tmp_path / "work" / "beside").mkdir()
+    return [
+        out,
+        f"{out}/",
+        os.path.relpath(out, ROOT),  # the working directory of the processes
+        tmp_path / "link",
+        tmp_path / "work" / "beside" / ".." / "out",
+    ]
+
+
+@pytest.mark.parametrize(
+    "point", ["solve model.layers.1.self_attn.o_proj.weight", "verify", "renamed config.json", "unlink .hessquant-lock"]
+)
+def test_a_second_run_into_an_output_is_refused_by_whatever_path_and_run_directory(
+    point, zygote, source, undisturbed, start_paused, out, tmp_path
+):
+    first, go_on = start_paused(out, point)
+    before = stamps(out)
+    for number, path in enumerate(spelled(out, tmp_path)):
+        run_dir = tmp_path / f"run-{number}"
+        refused = zygote.run(source, path, run_dir=run_dir)
+        assert (refused.error[0], refused.status) == ("OutputError", 2), path
+        assert f"{path}".rstrip("/") in refused.message
+        assert "is being written by another process" in refused.message
+        assert not {"audit", "record"} & set(refused.counts)
+        assert not run_dir.exists()
+    assert stamps(out) == before
+    go_on.touch()
+    assert zygote.wait(first).report
+    (out.parent / "beside").rmdir()
+    undisturbed.assert_reached_by(out)
+
+
+def test_an_export_into_an_output_that_is_being_written_is_refused(
+    zygote, source, finished, undisturbed, start_paused, out
+):
+    first, go_on = start_paused(out, "solve model.layers.1.self_attn.o_proj.weight")
+    for format in ("gptq", "compressed-tensors"):
+        status, said = zygote.command(source, out, ["export", str(finished), str(out), "--format", format])
+        assert status == 2
+        assert "is being written by another process" in said
+    go_on.touch()
+    assert zygote.wait(first).report
+    undisturbed.assert_reached_by(out)
+
+
+def test_a_run_into_an_output_that_an_export_writes_is_refused(zygote, source, finished, out, tmp_path):
+    paused, go_on = tmp_path / "paused", tmp_path / "go-on"
+    fault = {"point": "verify", "nth": 1, "does": "pause", "paused": str(paused), "go_on": str(go_on)}
+    command = ["export", str(finished), str(out), "--format", "compressed-tensors"]
+    exporting = zygote.start(source, out, fault=fault, command=command)
+    until = time.monotonic() + 60
+    while not paused.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    refused = zygote.run(source, out)
+    assert refused.error[0] == "OutputError"
+    assert "is being written by another process" in refused.message
+    assert zygote.command(source, out, command)[0] == 2
+    go_on.touch()
+    assert zygote.wait(exporting).status == 0
+    assert hessquant.inspect(out).faults == ()
+    assert [path.name for path in out.parent.iterdir()] == [out.name]
+    assert not [path for path in out.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("inside", ["", "not/yet/there"])
+def test_a_refusal_after_the_lock_leaves_no_directory_behind(inside, zygote, source, out):
+    below = out / inside
+    refused = zygote.run(source, below, calibration="/no/such/text.txt")
+    assert refused.status == 2
+    assert not list(out.parent.iterdir())
+
+
+def test_an_output_that_holds_only_a_lock_counts_as_empty(zygote, source, undisturbed, out):
+    assert zygote.run(source, out, fault=undisturbed.fault("recorded", 0)).killed
+    assert [path.name for path in out.iterdir()] == [".hessquant-lock"]
+    other = zygote.run(source, out, config=OTHER, run_dir=out.with_name("other.run"))
+    assert other.report["resumed_blocks"] == 0
+    assert not (out / ".hessquant-lock").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "model-00002-of-00003.safetensors", ".hessquant-run"])
+def test_a_run_whose_output_is_taken_away_does_not_end_well(name, zygote, source, start_paused, out):
+    point = "unlink .hessquant-run" if name == "config.json" else "complete"
+    first, go_on = start_paused(out, point)
+    (out / name).unlink()
+    go_on.touch()
+    failed = zygote.wait(first)
+    assert (failed.error[0], failed.status) == ("CheckpointError", 3)
+    assert str(out) in failed.message
+    assert not looks_complete(out)
+
+
+def test_a_finished_output_that_has_lost_a_shard_is_refused(zygote, source, finished, out):
+    shutil.copytree(finished, out)
+    (out / "model-00002-of-00003.safetensors").unlink()
+    refused = zygote.run(source, out)
+    assert (refused.error[0], refused.status) == ("OutputError", 2)
 
 
 def test_a_process_that_clears_up_still_holds_its_directory(zygote, source, undisturbed, start_paused, out):

@@ -29,7 +29,12 @@ def test_any_prefix_is_matched_and_no_other_part_of_the_model():
     (pattern,) = expressions(["model.language_model.layers.1.self_attn.q_proj"], any_prefix=True)
     for prefix in ("model.language_model.", "language_model.model.", "model.", "language_model.", "thinker.model.", ""):
         assert re.match(pattern, f"{prefix}layers.1.self_attn.q_proj")
-    for other in ("vision_tower.encoder.layers.1", "model.vision_tower.layers.1", "model.layers.11", "encoder.layers.1"):
+    for other in (
+        "vision_tower.encoder.layers.1",
+        "model.vision_tower.layers.1",
+        "model.layers.11",
+        "encoder.layers.1",
+    ):
         assert not re.match(pattern, f"{other}.self_attn.q_proj")
 
 

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -51,7 +52,9 @@ class ActivationStore:
             raise self._no_room(size, error) from error
         finally:
             os.close(descriptor)
-            Path(name).unlink()
+            # Windows removes no file that is mapped; there it goes with the run directory, or when the next run begins.
+            with suppress(PermissionError):
+                Path(name).unlink()
 
     def _no_room(self, size: int, error: OSError) -> CaptureError:
         return CaptureError(

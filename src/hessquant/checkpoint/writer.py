@@ -12,11 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from hessquant.checkpoint.header import DTYPE_BYTES
+from hessquant.checkpoint.output import RUN_MARK
 from hessquant.checkpoint.reader import CONFIG_FILE, INDEX_FILE, TensorSource
 from hessquant.checkpoint.shards import Unit, plan_shards, write_shard
 from hessquant.config import Config
 from hessquant.core.grid import QuantizedWeight
-from hessquant.errors import CheckpointError, OutputError, SourceError
+from hessquant.errors import CheckpointError, SourceError
 from hessquant.files import fsync_directory, replacing
 from hessquant.formats.dialect import Dialect, module_of, settings_of
 from hessquant.formats.dialects import DIALECTS
@@ -28,53 +29,8 @@ QUANTIZATION_FILE = "quantize_config.json"
 GGUF_FILE = "model.gguf"
 """The one file of a model in the gguf format."""
 
-RUN_MARK = ".hessquant-run"
-"""Names the run that is writing a directory; gone when the checkpoint is complete."""
-
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 _WRITTEN_ANEW = {Path(CONFIG_FILE), Path(QUANTIZATION_FILE)}
-
-
-def refuse_output(out: Path, run: str | None, needed_bytes: int) -> None:
-    """Check that an output directory can be made, or is empty, or was begun by the run that goes on.
-
-    Args:
-        out: The directory.
-        run: The run's identity, which a directory that it began carries; None = any run's will do.
-        needed_bytes: What will be written.
-
-    Raises:
-        OutputError: If it holds anything else, is no directory, cannot be written to, or has too little room.
-    """
-    nearest = nearest_existing(out)
-    if not nearest.is_dir():
-        raise OutputError(f"{nearest} is a file, so {out} cannot be a directory; choose another output")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise OutputError(f"{nearest} cannot be written to; choose another output or change its permissions")
-    try:
-        names = {path.name for path in out.iterdir()} if nearest == out else set()
-    except OSError as error:
-        raise OutputError(f"{out} cannot be read: {error.strerror}; choose another output") from error
-    # A mark that was cut off while it was written is nobody's.
-    held = min(names - {f".{RUN_MARK}.partial"}, default=None)
-    mark = _mark(out)
-    if held is not None and (mark is None or run not in (None, mark)):
-        raise OutputError(f"{out} is not empty (it holds {held}); remove it or choose another output")
-    free = shutil.disk_usage(nearest).free
-    if free < needed_bytes:
-        raise OutputError(f"{needed_bytes} bytes will be written to {out}, but {free} are free; make room there")
-
-
-def nearest_existing(path: Path) -> Path:
-    """The path itself, or the first of its parents that exists."""
-    return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-
-
-def _mark(out: Path) -> str | None:
-    try:
-        return (out / RUN_MARK).read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return None
 
 
 def write_checkpoint(

@@ -8,9 +8,10 @@ from typing import Any
 
 from hessquant import __version__
 from hessquant.checkpoint.inspect import inspect_checkpoint
+from hessquant.checkpoint.output import holding, refuse_output
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.unpacked import UnpackedCheckpoint
-from hessquant.checkpoint.writer import refuse_output, refuse_sidecars
+from hessquant.checkpoint.writer import refuse_sidecars
 from hessquant.config import Config, Override
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError, PlanError, SourceError
@@ -53,28 +54,31 @@ def export(
         source = ModelSource(checkpoint.name, checkpoint)
         plan = plan_export(source, unpacked.tensors, unpacked.packed, config)
         refuse_form(config, unpacked, checkpoint, plan)
-        _refuse_faulty(checkpoint, config)
         if on_plan is not None:
             on_plan(plan)
         # What is in the files, but for the values: all is written again anyway.
         held = [asdict(info) for info in reader.tensors.values()]
         run = digest(["export", __version__, config.format, config.shard_bytes, reader.config, held])
         refuse_sidecars(checkpoint, out, REPORTS)
+        # Looked at before anything is made, and again when no other process can change it.
         refuse_output(out, run, plan.output_bytes)
-        _refuse_inexact(unpacked.weights, config, progress)
-        solved = report_in(checkpoint)
-        written = write_verified(
-            out,
-            unpacked,
-            checkpoint,
-            plan,
-            unpacked.weights,
-            config,
-            solved_with=None if solved is None else _config_of(solved),
-            run=run,
-            progress=progress,
-        )
-        written.complete(None if solved is None else _retold(solved, plan, config, written.verified))
+        with holding(out):
+            refuse_output(out, run, plan.output_bytes)
+            _refuse_faulty(checkpoint, config)
+            _refuse_inexact(unpacked.weights, config, progress)
+            solved = report_in(checkpoint)
+            written = write_verified(
+                out,
+                unpacked,
+                checkpoint,
+                plan,
+                unpacked.weights,
+                config,
+                solved_with=None if solved is None else _config_of(solved),
+                run=run,
+                progress=progress,
+            )
+            written.complete(None if solved is None else _retold(solved, plan, config, written.verified))
     return ExportReport(
         version=__version__,
         plan=plan,

@@ -11,12 +11,20 @@ from hessquant import __version__
 from hessquant.checkpoint.gguf_contents import gguf_fault
 from hessquant.checkpoint.gguf_verify import verify_gguf
 from hessquant.checkpoint.gguf_writer import write_gguf
-from hessquant.checkpoint.reader import CONFIG_FILE, TensorSource
+from hessquant.checkpoint.reader import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, TensorSource
 from hessquant.checkpoint.verify import verify
-from hessquant.checkpoint.writer import GGUF_FILE, begin, complete, complete_gguf, write_checkpoint, write_text
+from hessquant.checkpoint.writer import (
+    GGUF_FILE,
+    begin,
+    complete,
+    complete_gguf,
+    withdraw,
+    write_checkpoint,
+    write_text,
+)
 from hessquant.config import Config
 from hessquant.core.grid import QuantizedWeight
-from hessquant.errors import PlanError
+from hessquant.errors import CheckpointError, PlanError
 from hessquant.records import Plan, Progress, RunReport
 from hessquant.report.html import PAGE_NAME, to_html
 from hessquant.report.json_report import REPORT_NAME, from_json, to_json
@@ -41,12 +49,18 @@ class Written:
         """Make it a checkpoint to any reader, with the report of the run that quantized, if there is one, beside it.
 
         Raises:
-            CheckpointError: If the disk is full or fails.
+            CheckpointError: If the disk is full or fails, or files that were written are gone.
         """
         if report is not None:
             write_text(self._out / REPORT_NAME, to_json(report))
             write_text(self._out / PAGE_NAME, to_html(report))
         self._complete()
+        if not is_complete(self._out):
+            withdraw(self._out)
+            raise CheckpointError(
+                f"{self._out}: files that were written and verified are no longer there; see what removes them, and "
+                "repeat the command"
+            )
 
 
 def write_verified(
@@ -118,8 +132,17 @@ def refuse_form(config: Config, source: TensorSource, source_directory: Path, pl
 
 
 def is_complete(out: Path) -> bool:
-    """Whether a directory holds what only `Written.complete` puts there."""
-    return (out / CONFIG_FILE).is_file() or (out / GGUF_FILE).is_file()
+    """Whether a directory holds what only `Written.complete` puts there, and all files of weights that go with it."""
+    if (out / GGUF_FILE).is_file():
+        return True
+    try:
+        index = json.loads((out / INDEX_FILE).read_text(encoding="utf-8"))
+        files = {str(file) for file in index["weight_map"].values()}
+    except FileNotFoundError:
+        files = {SINGLE_FILE}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+    return all((out / name).is_file() for name in (CONFIG_FILE, *files))
 
 
 def digest(value: object) -> str:

@@ -13,8 +13,9 @@ import transformers
 
 from hessquant import __version__
 from hessquant.checkpoint.audit import audit
+from hessquant.checkpoint.output import RUN_MARK, holding, refuse_output
 from hessquant.checkpoint.reader import CheckpointReader
-from hessquant.checkpoint.writer import RUN_MARK, refuse_output, refuse_sidecars
+from hessquant.checkpoint.writer import refuse_sidecars
 from hessquant.config import Config
 from hessquant.files import held_bytes
 from hessquant.memory import peak_memory
@@ -84,13 +85,15 @@ def quantize(
         refuse_form(config, reader, source.directory, plan)
         if on_plan is not None:
             on_plan(plan)
-        finished = report_in(out) if is_complete(out) else None
-        if finished is None:
+        # Looked at before anything is made, and again when no other process can change it.
+        if not is_complete(out):
             refuse_output(out, None, 0)
         refuse_sidecars(source.directory, out, REPORTS)
-        batches, calibrated = inputs.batches(TOKENS_PER_BATCH), inputs.record
-        streamed = StreamedModel(source, reader.tensors, reader.read, trust_remote_code=config.trust_remote_code)
-        with RunStore(Path(run_dir) if run_dir else out.with_name(f"{out.name}.run"), keep=keep_run) as store:
+        kept_in = Path(run_dir) if run_dir else out.with_name(f"{out.name}.run")
+        with RunStore(kept_in, keep=keep_run) as store, holding(out):
+            finished = report_in(out) if is_complete(out) else None
+            batches, calibrated = inputs.batches(TOKENS_PER_BATCH), inputs.record
+            streamed = StreamedModel(source, reader.tensors, reader.read, trust_remote_code=config.trust_remote_code)
             identity = _identity(plan, config, calibrated, audit(reader, progress))
             store.begin({name: value for name, value in identity.items() if name not in _OF_THE_OUTPUT})
             run = digest(identity)

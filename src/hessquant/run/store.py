@@ -3,14 +3,13 @@
     run.json                  what the run is: version, source, plan, calibration, settings
     block-00000.safetensors   codes, scales and zeros of the block's weights
     block-00000.json          their records, and a checksum of both files
-    lock                      held while a process works here
+    lock                      there and held while a process works here
 
 Every file appears by rename. A block counts as finished when its JSON file is there and both checksums are right.
 """
 
 import hashlib
 import json
-import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,18 +18,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from hessquant.core.grid import Grid, GridSpec, QuantizedWeight
 from hessquant.errors import CheckpointError, RunError
-from hessquant.files import replacing
+from hessquant.files import HeldFile, replacing
 from hessquant.records import LayerRecord, Target
+from hessquant.run.names import BLOCK, LOCK_FILE, PARTIAL, RUN_FILE, block_path, count_finished, foreign
 
-_RUN_FILE, _LOCK_FILE = "run.json", "lock"
-_BLOCK = re.compile(r"block-\d{5}\.(json|safetensors)")
-_PARTIAL = re.compile(r"\..*\.partial")
 _PARTS = ("codes", "scales", "zeros")
 
 
@@ -64,20 +60,17 @@ class RunStore:
     def __init__(self, directory: Path, *, keep: bool) -> None:
         self.directory, self._keep = directory, keep
         try:
-            foreign = _foreign(directory)
-            if foreign is not None:
-                raise RunError(f"{directory} holds {foreign}, which is no part of a run; choose another --run-dir")
-            directory.mkdir(parents=True, exist_ok=True)
-            self._lock = FileLock(directory / _LOCK_FILE)
-            self._lock.acquire(timeout=0)
-            self._is_new = not (directory / _RUN_FILE).exists()
+            held = foreign(directory)
+            if held is not None:
+                raise RunError(f"{directory} holds {held}, which is no part of a run; choose another --run-dir")
+            lock = HeldFile.take(directory / LOCK_FILE)
+            if lock is None:
+                raise RunError(f"{directory} is in use by another process; wait for it, or choose another --run-dir")
+            self._lock = lock
+            self._is_new = not (directory / RUN_FILE).exists()
             for path in directory.iterdir():
-                if _PARTIAL.fullmatch(path.name):
+                if PARTIAL.fullmatch(path.name):
                     path.unlink()
-        except Timeout as error:
-            raise RunError(
-                f"{directory} is in use by another process; wait for it, or choose another --run-dir"
-            ) from error
         except OSError as error:
             raise RunError(
                 f"{directory}: the run directory cannot be used: {error}; choose another --run-dir"
@@ -92,7 +85,7 @@ class RunStore:
         Raises:
             RunError: If the directory belongs to a run that differs; names what differs.
         """
-        path = self.directory / _RUN_FILE
+        path = self.directory / RUN_FILE
         if path.exists():
             found = _read_json(path) or {}
             differing = [
@@ -122,21 +115,23 @@ class RunStore:
             for part, tensor in zip(_PARTS, (weight.codes, weight.grid.scales, weight.grid.zeros), strict=True)
         }
         content = save(tensors)
-        self._write(self._path(index, "safetensors"), content)
+        self._write(block_path(self.directory, index, "safetensors"), content)
         described = {
             "records": [asdict(record) for record in block.records],
             "forwards": block.forwards,
             "tensors_sha256": hashlib.sha256(content).hexdigest(),
         }
-        self._write(self._path(index, "json"), (json.dumps(_sealed(described), indent=1) + "\n").encode())
+        self._write(
+            block_path(self.directory, index, "json"), (json.dumps(_sealed(described), indent=1) + "\n").encode()
+        )
 
     def read(self, index: int) -> FinishedBlock | None:
         """A block that was finished, by this process or an earlier one; None if there is none or it is damaged."""
-        described = _read_json(self._path(index, "json"))
+        described = _read_json(block_path(self.directory, index, "json"))
         if described is None or described != _sealed(described):
             return None
         try:
-            content_digest = _digest_of(self._path(index, "safetensors"))
+            content_digest = _digest_of(block_path(self.directory, index, "safetensors"))
         except OSError:
             return None
         if content_digest != described["tensors_sha256"]:
@@ -163,21 +158,16 @@ class RunStore:
         with suppress(OSError):
             if remove:
                 self._remove_blocks()
-                (self.directory / _RUN_FILE).unlink(missing_ok=True)
-                # While it is held: removed later, it could be the lock of a process that has come meanwhile.
-                (self.directory / _LOCK_FILE).unlink(missing_ok=True)
-        self._lock.release()
+                (self.directory / RUN_FILE).unlink(missing_ok=True)
+        self._lock.release(as_found=not remove)
         with suppress(OSError):
             if remove:
                 self.directory.rmdir()  # refused if anything is in it
 
     def _remove_blocks(self) -> None:
         for path in self.directory.iterdir():
-            if _BLOCK.fullmatch(path.name) or _PARTIAL.fullmatch(path.name):
+            if BLOCK.fullmatch(path.name) or PARTIAL.fullmatch(path.name):
                 path.unlink()
-
-    def _path(self, index: int, suffix: str) -> Path:
-        return self.directory / f"block-{index:05d}.{suffix}"
 
     def _write(self, path: Path, content: bytes) -> None:
         try:
@@ -205,7 +195,7 @@ class StoredWeights(Mapping[str, QuantizedWeight]):
             CheckpointError: If its file cannot be read.
         """
         target = self._targets[name]
-        path = self._directory / f"block-{target.block:05d}.safetensors"
+        path = block_path(self._directory, target.block, "safetensors")
         try:
             with safe_open(path, framework="pt", backend="pread") as file:
                 codes, scales, zeros = (file.get_tensor(f"{name}.{part}") for part in _PARTS)
@@ -218,22 +208,6 @@ class StoredWeights(Mapping[str, QuantizedWeight]):
 
     def __len__(self) -> int:
         return len(self._targets)
-
-
-def count_finished(directory: Path) -> int:
-    """Finished blocks in a run directory, sound or not; 0 if there is none."""
-    return len(list(directory.glob("block-*.json")))
-
-
-def _foreign(directory: Path) -> str | None:
-    """Something in a directory that no run put there; None if there is nothing."""
-    if not directory.exists():
-        return None
-    if not directory.is_dir():
-        return "a file of that name"
-    names = (path.name for path in sorted(directory.iterdir()))
-    ours = {_RUN_FILE, _LOCK_FILE}
-    return next((n for n in names if n not in ours and not _BLOCK.fullmatch(n) and not _PARTIAL.fullmatch(n)), None)
 
 
 def _sealed(described: Mapping[str, Any]) -> dict[str, Any]:
