@@ -44,8 +44,9 @@ def order_free_floor(grid: Grid, factor: Factor) -> float:
         return 0.0
     log_importance = factor.importance[live].log().mean()
     # In chunks of rows: a float64 per weight would be more than all else that a solve takes.
+    height = max(1, _CHUNK // len(live))
     means = [
-        scales.double().repeat_interleave(grid.spec.width(len(live)), dim=1)[:, live].log().mean(1)
-        for scales in grid.scales.split(max(1, _CHUNK // len(live)))
+        grid.scales[row : row + height].double().repeat_interleave(grid.spec.width(len(live)), 1)[:, live].log().mean(1)
+        for row in range(0, len(grid.scales), height)
     ]
     return float(live.sum() * torch.exp(2 * torch.cat(means) + log_importance).sum() / 12)

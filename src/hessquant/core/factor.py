@@ -114,8 +114,10 @@ def factorize(
 def _gathered(hessian: Tensor, visit: Tensor) -> Tensor:
     """The Hessian's rows and columns in another order, float64; made in chunks of rows, so that it is all there is."""
     gathered = torch.empty(hessian.shape, dtype=torch.float64, device=hessian.device)
-    for rows, into in zip(*(tensor.split(max(1, _CHUNK // len(visit))) for tensor in (visit, gathered)), strict=True):
-        into.copy_(hessian.index_select(0, rows).index_select(1, visit))
+    height = max(1, _CHUNK // len(visit))
+    for start in range(0, len(visit), height):
+        rows = slice(start, start + height)
+        gathered[rows] = hessian.index_select(0, visit[rows]).index_select(1, visit)
     return gathered
 
 

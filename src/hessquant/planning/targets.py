@@ -117,7 +117,9 @@ def _product_fault(product: ProbedProduct, probe: Probe) -> str | None:
     if parameter.role != "weight" or len(parameter.shape) < 2 or parameter.block is None:
         return _parameter_fault(product.parameter, probe) or "left in 16 bit"
     if not product.whole:
-        return "not multiplied as a whole matrix"
+        return product.fault or "not multiplied as a whole matrix"
+    if product.module in probe.blocks and not probe.whole:
+        return f"held by the block {product.module} itself, not by a module of its own"
     return None if product.name.endswith(".weight") else "not named `<module>.weight`"
 
 
@@ -150,7 +152,7 @@ def reason_left(info: TensorInfo, probe: Probe) -> str:
             (
                 _product_fault(product, probe)
                 for product in probe.products
-                if product.parameter == key and product.name in (info.name, key)
+                if product.parameter == key and (product.part_of == info.name or product.name in (info.name, key))
             ),
             None,
         )
