@@ -154,6 +154,19 @@ class ServerVerdict:
 
 
 @dataclass(frozen=True)
+class Remedy:
+    """Settings with which a run fits a machine that cannot hold it as planned.
+
+    Attributes:
+        options: What to add to the command.
+        memory_bytes: Estimated peak of anonymous memory then.
+    """
+
+    options: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that is decided before a weight is read.
 
@@ -176,6 +189,10 @@ class Plan:
         memory_bytes: Estimated peak of anonymous memory.
         tensor_parallel: Largest tensor-parallel size (a power of two up to 64) that the shapes allow.
         servers: Verdict per client.
+        least_memory_bytes: `memory_bytes` if all activations that can be were in files; 0 where nothing is calibrated.
+        machine_memory: Bytes of memory of the machine, or what its container may have of it; 0 where that does not
+            matter.
+        remedies: What makes the run fit where `memory_bytes` is more than that; each does by itself.
     """
 
     source: str
@@ -196,6 +213,15 @@ class Plan:
     memory_bytes: int
     tensor_parallel: int
     servers: tuple[ServerVerdict, ...]
+    least_memory_bytes: int = 0
+    # Of the machine and not of the plan: where it is made does not make it another.
+    machine_memory: int = field(default=0, compare=False)
+    remedies: tuple[Remedy, ...] = field(default=(), compare=False)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the machine holds what the run is estimated to take."""
+        return not self.machine_memory or self.memory_bytes <= self.machine_memory
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +149,8 @@ def _report(
         version=__version__,
         run=run,
         settings=asdict(config),
-        plan=plan,
+        # The report goes with the checkpoint to other machines, to which this one's memory is nothing.
+        plan=replace(plan, machine_memory=0, remedies=()),
         calibration=calibrated,
         layers=outcome.records,
         capture=outcome.capture,

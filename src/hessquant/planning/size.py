@@ -2,19 +2,20 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
+from hessquant import memory
 from hessquant.config import Config
-from hessquant.memory import total_memory
 from hessquant.models.probe import Probe
 from hessquant.records import Target
 
 TOKENS_PER_BATCH = 2048
 """Large enough for full speed of the products, small enough that a batch's activations stay in cache."""
 
-_LIBRARIES = 300_000_000
-"""What the process takes when all is imported."""
+LIBRARIES = 350_000_000
+"""What the process takes besides: for the imports, and for what kernels and libraries make when they are first used."""
 
 _FLOAT32 = 4
 _SCALE_BITS = 16
@@ -37,7 +38,7 @@ def bits_per_weight(targets: Iterable[Target]) -> float:
 
 def activation_budget(config: Config) -> int:
     """Bytes that activations may take in memory: as asked for, or a quarter of all that there is."""
-    return total_memory() // 4 if config.activation_memory is None else config.activation_memory
+    return memory.total_memory() // 4 if config.activation_memory is None else config.activation_memory
 
 
 def suspended_bytes(hidden_size: int, targets: Iterable[Target], tokens: int) -> int:
@@ -59,24 +60,49 @@ def choose_capture(
     return "once" if suspended_bytes(hidden_size, targets, tokens) <= budget else "passes"
 
 
-def memory_bytes(probe: Probe, targets: Sequence[Target], config: Config, budget: int) -> int:
-    """Estimated peak of anonymous memory while quantizing.
+@dataclass(frozen=True)
+class Sizes:
+    """What the estimate of a run's memory is made of.
 
-    What the imports take; the larger of what runs before the blocks, in float32, and, of the block that needs most (a
-    head that is quantized counts as one, with all that is outside the blocks),
+    Attributes:
+        fixed: Bytes that do not depend on calibration: weights of a block, and what quantizing them takes.
+        hidden_size: Width of the hidden state.
+        widest: The target inside the blocks with the longest rows or columns; none if there are none.
+    """
+
+    fixed: int
+    hidden_size: int
+    widest: tuple[Target, ...]
+
+    @classmethod
+    def of(cls, probe: Probe, targets: Sequence[Target], config: Config) -> "Sizes":
+        """Those of a model whose targets are quantized with the refinement and token weights of `config`."""
+        inside = [target for target in targets if target.block < len(probe.blocks)]
+        widest = sorted(inside, key=lambda target: max(target.rows, target.columns))[-1:]
+        return cls(_fixed_bytes(probe, targets, config), probe.hidden_size, tuple(widest))
+
+    def memory(self, config: Config) -> int:
+        """Estimated peak of anonymous memory while quantizing.
+
+        What is fixed (`_fixed_bytes`), and the activations of every calibration token: those that are suspended where
+        each block runs once, else hidden states up to the budget, and the activations of one batch.
+        """
+        budget, tokens = activation_budget(config), config.num_windows * config.window_length
+        if choose_capture(self.hidden_size, self.widest, tokens, config, budget) == "once":
+            return self.fixed + suspended_bytes(self.hidden_size, self.widest, tokens)
+        of_batch = suspended_bytes(self.hidden_size, self.widest, max(TOKENS_PER_BATCH, config.window_length))
+        return self.fixed + min(budget, _FLOAT32 * self.hidden_size * tokens) + of_batch
+
+
+def _fixed_bytes(probe: Probe, targets: Sequence[Target], config: Config) -> int:
+    """What the imports take, and the larger of what runs before the blocks and what the block takes that needs most.
+
+    Of a block (a head that is quantized counts as one, with all that is outside the blocks) these are
       - its weights in float32, and a byte per quantized weight,
       - what quantizing takes at the stop that needs most (`_statistics`);
-    and where the blocks cannot be run one by one, all weights in the place of one block's;
-    and the activations of every calibration token: those that are suspended where each block runs once, else hidden
-    states up to the budget, and the activations of one batch.
+    where the blocks cannot be run one by one, all weights are in the place of one block's.
     """
-    tokens, head = config.num_windows * config.window_length, len(probe.blocks)
-    inside = [target for target in targets if target.block < head]
-    if choose_capture(probe.hidden_size, inside, tokens, config, budget) == "once":
-        activations = suspended_bytes(probe.hidden_size, inside, tokens)
-    else:
-        activations = min(budget, _FLOAT32 * probe.hidden_size * tokens)
-        activations += suspended_bytes(probe.hidden_size, inside, max(TOKENS_PER_BATCH, config.window_length))
+    head = len(probe.blocks)
     weights = Counter[int]()
     outside = 0
     for parameter in {parameter.same_as: parameter for parameter in probe.parameters.values()}.values():
@@ -88,13 +114,12 @@ def memory_bytes(probe: Probe, targets: Sequence[Target], config: Config, budget
         of_block.setdefault(target.block, []).append(target)
     if probe.whole:
         held = _FLOAT32 * sum(weights.values()) + _codes(targets)
-        statistics = max((_statistics(members, config) for members in of_block.values()), default=0)
-        return _LIBRARIES + held + statistics + activations
+        return LIBRARIES + held + max((_statistics(members, config) for members in of_block.values()), default=0)
     stages = (
         _FLOAT32 * weights[index] + _codes(members) + _statistics(members, config)
         for index, members in of_block.items()
     )
-    return _LIBRARIES + max(_FLOAT32 * outside, *stages) + activations
+    return LIBRARIES + max(_FLOAT32 * outside, *stages)
 
 
 def _codes(targets: Iterable[Target]) -> int:
@@ -122,13 +147,12 @@ def _statistics(targets: Sequence[Target], config: Config) -> int:
     # The experts' own are apart from the mean that is worked on, and so is that of all.
     pools = max((_FLOAT32 * target.columns**2 for target in targets if target.module), default=0)
     held = together + max(stops.values(), default=0) + pools
-    return held + max((_work(target, config) for target in targets), default=0)
+    return held + max((work(target, config.refinement_rounds) for target in targets), default=0)
 
 
-def _work(target: Target, config: Config) -> int:
+def work(target: Target, refinement_rounds: int) -> int:
     """What factoring a weight's Hessian takes, or solving the weight, if that is more."""
-    refined = config.refinement_rounds > 0
-    of_hessian = _SOLVED + (_REFINED if refined else 0)
-    of_weight = _OF_WEIGHT + (_OF_REFINED_WEIGHT if refined else 0)
+    of_hessian = _SOLVED + (_REFINED if refinement_rounds else 0)
+    of_weight = _OF_WEIGHT + (_OF_REFINED_WEIGHT if refinement_rounds else 0)
     solved = of_hessian * target.columns**2 + of_weight * target.rows * target.columns
     return max(_FACTORED * target.columns**2, solved)

@@ -26,6 +26,7 @@ def render_plan(plan: Plan) -> RenderableType:
     """Tables of what will be quantized, what will not and why, and which servers will open the result."""
     return _page(
         _plan_facts(plan),
+        None if plan.fits else _sentences("This machine cannot hold it", memory_sentences(plan), "yellow"),
         _targets_table(plan.targets) if plan.targets else None,
         _untouched_table(plan) if plan.untouched else None,
         _servers_table(plan) if plan.servers else None,
@@ -112,8 +113,26 @@ def _plan_facts(plan: Plan) -> Table:
             f"{format_percent(plan.unquantized_share)} of the weight bytes; "
             f"{format_percent(plan.unquantized_matrices)} without embeddings and head",
         ),
-        ("Memory", f"about {format_bytes(plan.memory_bytes)}"),
+        ("Memory", _memory(plan)),
         ("Tensor parallel", f"up to {plan.tensor_parallel}"),
+    )
+
+
+def _memory(plan: Plan) -> str:
+    about = f"about {format_bytes(plan.memory_bytes)}"
+    return f"{about} of the machine's {format_bytes(plan.machine_memory)}" if plan.machine_memory else about
+
+
+def memory_sentences(plan: Plan) -> tuple[str, ...]:
+    """What makes a run fit a machine that cannot hold it as planned, or that nothing does."""
+    if plan.remedies:
+        return tuple(
+            f"with {remedy.options} it takes about {format_bytes(remedy.memory_bytes)}" for remedy in plan.remedies
+        )
+    held = "all weights" if plan.whole else "the weights of one block"
+    return (
+        f"{held} and one factorisation take about {format_bytes(plan.least_memory_bytes)} whatever the settings: "
+        "run it on a machine with more memory",
     )
 
 
