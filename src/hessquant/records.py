@@ -171,7 +171,7 @@ class Plan:
     """Everything that is decided before a weight is read.
 
     Attributes:
-        source: The model as the user named it.
+        source: The model as the user named it, without the folders that it lies in.
         architecture: Class that the model's config asks for.
         blocks: Module names of the blocks, in order.
         whole: Why the blocks cannot be run one by one, so that the whole model is in memory; empty if they can.

@@ -10,7 +10,8 @@ from hessquant.checkpoint.decode import decode_module, quantization_of
 from hessquant.checkpoint.header import read_json
 from hessquant.checkpoint.reader import CheckpointReader, TensorSource
 from hessquant.checkpoint.shards import raw_bytes
-from hessquant.checkpoint.writer import QUANTIZATION_FILE, model_config, stacked_tensors
+from hessquant.checkpoint.sidecars import QUANTIZATION_FILE
+from hessquant.checkpoint.writer import model_config, stacked_tensors
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError, SourceError, VerificationError
 from hessquant.formats.dialect import module_of, settings_of

@@ -14,7 +14,8 @@ import transformers
 from hessquant import __version__
 from hessquant.checkpoint.audit import audit
 from hessquant.checkpoint.reader import CheckpointReader
-from hessquant.checkpoint.writer import RUN_MARK, refuse_output, refuse_sidecars
+from hessquant.checkpoint.sidecars import refuse_sidecars
+from hessquant.checkpoint.writer import RUN_MARK, refuse_output
 from hessquant.config import Config
 from hessquant.files import held_bytes
 from hessquant.memory import peak_memory

@@ -136,7 +136,7 @@ def _plan(
     untouched_bytes = sum(tensor.bytes for tensor in untouched)
     ends = sum(tensor.bytes for tensor in untouched if is_end(tensor.name, seen))
     return Plan(
-        source=source.name,
+        source=source.title,
         architecture=_architecture(model_config, seen),
         blocks=seen.blocks,
         whole=seen.whole,
