@@ -189,6 +189,7 @@ class Plan:
         memory_bytes: Estimated peak of anonymous memory.
         tensor_parallel: Largest tensor-parallel size (a power of two up to 64) that the shapes allow.
         servers: Verdict per client.
+        aliases: Tensors of the source that are another name of a target's parameter; it is written under one only.
         least_memory_bytes: `memory_bytes` if all activations that can be were in files; 0 where nothing is calibrated.
         machine_memory: Bytes of memory of the machine, or what its container may have of it; 0 where that does not
             matter.
@@ -213,6 +214,7 @@ class Plan:
     memory_bytes: int
     tensor_parallel: int
     servers: tuple[ServerVerdict, ...]
+    aliases: tuple[str, ...] = field(default=(), compare=False)
     least_memory_bytes: int = 0
     # Of the machine and not of the plan: where it is made does not make it another.
     machine_memory: int = field(default=0, compare=False)

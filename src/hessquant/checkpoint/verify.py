@@ -11,7 +11,7 @@ from hessquant.checkpoint.header import read_json
 from hessquant.checkpoint.reader import CheckpointReader, TensorSource
 from hessquant.checkpoint.shards import raw_bytes
 from hessquant.checkpoint.sidecars import QUANTIZATION_FILE
-from hessquant.checkpoint.writer import model_config, stacked_tensors
+from hessquant.checkpoint.writer import model_config, not_written
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError, SourceError, VerificationError
 from hessquant.formats.dialect import module_of, settings_of
@@ -55,7 +55,7 @@ def verify(
 
 def _check_inventory(written: CheckpointReader, source: TensorSource, plan: Plan) -> None:
     dialect = dialect_of(quantization_of(written.config) or {})
-    expected = set(source.tensors) - stacked_tensors(plan.targets)
+    expected = set(source.tensors) - not_written(plan)
     for target in plan.targets:
         expected.discard(target.name)
         names = dialect.part_names(module_of(target.name))
@@ -78,7 +78,7 @@ def _check_config(out: Path, written: CheckpointReader, source: TensorSource, pl
 
 
 def _check_untouched(written: CheckpointReader, source: TensorSource, plan: Plan) -> None:
-    replaced = {target.name for target in plan.targets} | stacked_tensors(plan.targets)
+    replaced = {target.name for target in plan.targets} | not_written(plan)
     for name, info in source.tensors.items():
         if name in replaced:
             continue

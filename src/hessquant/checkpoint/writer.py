@@ -4,7 +4,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,7 @@ def write_checkpoint(
     _check_targets(targets, quantized, dialect)
     variant = dialect.choose_variant(quantized[target.name] for target in plan.targets if not target.symmetric)
     described = dialect.describe(plan, solved_with, variant, version)
-    shards = plan_shards(_units(source, targets, dialect), output.shard_bytes)
+    shards = plan_shards(_units(source, plan, dialect), output.shard_bytes)
 
     def make(unit: Unit) -> dict[str, Tensor]:
         if unit.source in targets:
@@ -232,11 +232,11 @@ def _check_targets(
             raise CheckpointError(f"{name}: {fault}")
 
 
-def _units(source: TensorSource, targets: Mapping[str, Target], dialect: Dialect) -> Iterator[Unit]:
+def _units(source: TensorSource, plan: Plan, dialect: Dialect) -> Iterator[Unit]:
     # Targets without a tensor of their own, last: a head that was tied to the embedding, matrices of a stack.
-    stacks = stacked_tensors(targets.values())
+    targets, left_out = {target.name: target for target in plan.targets}, not_written(plan)
     for name in dict.fromkeys([*source.tensors, *targets]):
-        if name in stacks:
+        if name in left_out:
             continue
         target = targets.get(name)
         if target is None:
@@ -253,9 +253,9 @@ def _units(source: TensorSource, targets: Mapping[str, Target], dialect: Dialect
         )
 
 
-def stacked_tensors(targets: Iterable[Target]) -> set[str]:
-    """Tensors of the source in whose place the quantized matrices that they hold are written."""
-    return {target.part_of for target in targets} - {""}
+def not_written(plan: Plan) -> set[str]:
+    """Tensors of the source that targets take the place of: stacks that are taken apart, other names of a target."""
+    return {target.part_of for target in plan.targets} - {""} | set(plan.aliases)
 
 
 def _index(shards: Mapping[str, list[Unit]]) -> dict[str, Any]:

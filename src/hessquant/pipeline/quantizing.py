@@ -13,6 +13,7 @@ import transformers
 
 from hessquant import __version__
 from hessquant.checkpoint.audit import audit
+from hessquant.checkpoint.ranges import ScaleCheck
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.sidecars import refuse_sidecars
 from hessquant.checkpoint.writer import RUN_MARK, refuse_output
@@ -92,7 +93,8 @@ def quantize(
         batches, calibrated = inputs.batches(TOKENS_PER_BATCH), inputs.record
         streamed = StreamedModel(source, reader.tensors, reader.read, trust_remote_code=config.trust_remote_code)
         with RunStore(Path(run_dir) if run_dir else out.with_name(f"{out.name}.run"), keep=keep_run) as store:
-            identity = _identity(plan, config, calibrated, audit(reader, progress))
+            scales = ScaleCheck(plan.targets, reader.tensors, config)
+            identity = _identity(plan, config, calibrated, audit(reader, progress, scales))
             store.begin({name: value for name, value in identity.items() if name not in _OF_THE_OUTPUT})
             run = digest(identity)
             if finished is not None and finished.run == run:

@@ -21,7 +21,7 @@ from hessquant.planning.serving import refuse_unserved
 from hessquant.planning.settings import assign_settings, refuse_format
 from hessquant.planning.shapes import tensor_parallel
 from hessquant.planning.size import Sizes, bits_per_weight
-from hessquant.planning.targets import head_product, known_names, left_alone, select_targets
+from hessquant.planning.targets import head_product, known_names, left_alone, namesakes, select_targets
 from hessquant.planning.unquantized import is_end, refuse_unquantized
 from hessquant.records import Plan, Target, TensorInfo, Untouched
 
@@ -68,6 +68,7 @@ def make_plan(
     plan = _plan(source, model_config, seen, tensors, targets, reasons, group_size, estimate, config)
     return replace(
         plan,
+        aliases=tuple(namesakes(chosen, tensors, seen)),
         least_memory_bytes=least_bytes(sizes, config),
         machine_memory=machine,
         remedies=() if estimate <= machine else find_remedies(sizes, seen, targets, config, machine),
@@ -110,7 +111,8 @@ def plan_export(
     reasons = left_alone(chosen, {}, {name: info for name, info in tensors.items() if name not in packed}, seen)
     common = Counter(target.group_size for target in targets).most_common(1)[0][0]
     held = max(8 * target.rows * target.columns for target in targets)
-    return _plan(source, model_config, seen, tensors, targets, reasons, common, held, config)
+    plan = _plan(source, model_config, seen, tensors, targets, reasons, common, held, config)
+    return replace(plan, aliases=tuple(namesakes(chosen, tensors, seen)))
 
 
 def _plan(

@@ -90,8 +90,9 @@ class Sizes:
         budget, tokens = activation_budget(config), config.num_windows * config.window_length
         if choose_capture(self.hidden_size, self.widest, tokens, config, budget) == "once":
             return self.fixed + suspended_bytes(self.hidden_size, self.widest, tokens)
-        of_batch = suspended_bytes(self.hidden_size, self.widest, max(TOKENS_PER_BATCH, config.window_length))
-        return self.fixed + min(budget, _FLOAT32 * self.hidden_size * tokens) + of_batch
+        of_batch = min(tokens, max(TOKENS_PER_BATCH, config.window_length))
+        kept = min(budget, _FLOAT32 * self.hidden_size * tokens)
+        return self.fixed + kept + suspended_bytes(self.hidden_size, self.widest, of_batch)
 
 
 def _fixed_bytes(probe: Probe, targets: Sequence[Target], config: Config) -> int:

@@ -1,6 +1,6 @@
 """Which weights are quantized, and why every other tensor is not."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
@@ -61,8 +61,11 @@ def select_targets(
     }
     for name in asked:
         reasons.pop(name, None)
+    others = namesakes(candidates.values(), tensors, probe)
     for pattern, matched in excluded.items():
-        reasons.update({name: f"{EXCLUDED} {pattern!r}" for name in matched if name in candidates})
+        meant = matched.union(*(others[name] for name in matched & others.keys()))
+        reasons.update({name: f"{EXCLUDED} {pattern!r}" for name in meant if name in candidates})
+    reasons.update({name: reasons[weights[0]] for name, weights in others.items() if weights[0] in reasons})
     _refuse_parted_sets(sets, reasons)
     _refuse_parted_stacks(candidates.values(), reasons)
 
@@ -84,12 +87,31 @@ def known_names(probe: Probe, tensors: Iterable[str]) -> list[str]:
     return list(dict.fromkeys([*tensors, *probe.parameters, *(product.name for product in probe.products)]))
 
 
+def namesakes(products: Iterable[ProbedProduct], tensors: Iterable[str], probe: Probe) -> dict[str, list[str]]:
+    """Tensors that hold a weight's parameter under another of its names, with the weights in it."""
+    held: dict[str, dict[str, list[str]]] = {}
+    for product in products:
+        own = product.part_of or product.name
+        key = probe.keys.get(own, own)
+        parameter = probe.parameters.get(key)
+        if parameter is not None and parameter.role == "weight":
+            held.setdefault(parameter.same_as, {}).setdefault(key, []).append(product.name)
+    found = {}
+    for name in tensors:
+        parameter = probe.parameter_of(name)
+        under = held.get(parameter.same_as, {}) if parameter is not None else {}
+        if under and probe.keys.get(name, name) not in under:
+            found[name] = [weight for members in under.values() for weight in members]
+    return found
+
+
 def left_alone(
-    chosen: Iterable[ProbedProduct], reasons: Mapping[str, str], tensors: Mapping[str, TensorInfo], probe: Probe
+    chosen: Collection[ProbedProduct], reasons: Mapping[str, str], tensors: Mapping[str, TensorInfo], probe: Probe
 ) -> dict[str, str]:
     """Why each tensor that is not taken stays as it is."""
-    # A stack that the checkpoint holds as one tensor is taken as a whole or not at all.
+    # A stack that is one tensor is taken as a whole or not at all, and a parameter under all of its names.
     taken = {product.name for product in chosen} | {product.part_of for product in chosen}
+    taken |= namesakes(chosen, tensors, probe).keys()
     of_stacks = {product.part_of: reasons[product.name] for product in probe.products if product.name in reasons}
     return {
         name: reasons.get(name) or of_stacks.get(name) or reason_left(info, probe)
