@@ -102,7 +102,7 @@ def test_a_scale_beyond_float16_is_refused_before_calibration(source, tmp_path):
         hessquant.quantize(str(source), tmp_path / "out", SETTINGS, calibration=[tokens()], progress=stages)
     assert stages.told == ("check",)
     assert not (tmp_path / "out").exists()
-    more = hessquant.Config(group_size=32, overrides=(hessquant.Override("layers.1.mlp.*", bits=8),))
+    more = hessquant.Config(group_size=32, overrides=(hessquant.Override(pattern="layers.1.mlp.*", bits=8),))
     assert hessquant.quantize(str(source), tmp_path / "out", more, calibration=[tokens()]).verified_tensors == 14
 
 

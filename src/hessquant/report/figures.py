@@ -4,7 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import fsum
 
-from hessquant.records import LayerRecord, ServerVerdict
+from hessquant.records import LayerRecord, Plan, ServerVerdict
+from hessquant.report.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -124,3 +125,16 @@ def remark(verdict: ServerVerdict) -> str:
     """A verdict's reason, and how far the client can divide the weights among devices."""
     reach = f"tensor parallel up to {verdict.tensor_parallel}" if verdict.tensor_parallel is not None else ""
     return "; ".join(part for part in (verdict.reason, reach) if part)
+
+
+def memory_sentences(plan: Plan) -> tuple[str, ...]:
+    """What makes a run fit a machine that cannot hold it as planned, or that nothing does."""
+    if plan.remedies:
+        return tuple(
+            f"with {remedy.options} it takes about {format_bytes(remedy.memory_bytes)}" for remedy in plan.remedies
+        )
+    held = "all weights" if plan.whole else "the weights of one block"
+    return (
+        f"{held} and one factorisation take about {format_bytes(plan.least_memory_bytes)} whatever the settings: "
+        "run it on a machine with more memory",
+    )

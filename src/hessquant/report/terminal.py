@@ -11,7 +11,17 @@ from rich.table import Table
 from rich.text import Text
 
 from hessquant.records import Evaluation, ExportReport, Inspection, LayerRecord, Plan, RunReport, Target
-from hessquant.report.figures import by_kind, kind, kind_labels, notes, relative_output_error, remark, totals, worst
+from hessquant.report.figures import (
+    by_kind,
+    kind,
+    kind_labels,
+    memory_sentences,
+    notes,
+    relative_output_error,
+    remark,
+    totals,
+    worst,
+)
 from hessquant.report.html import PAGE_NAME
 from hessquant.report.json_report import REPORT_NAME
 from hessquant.report.units import format_bytes, format_percent, format_range, format_ratio, format_seconds
@@ -121,19 +131,6 @@ def _plan_facts(plan: Plan) -> Table:
 def _memory(plan: Plan) -> str:
     about = f"about {format_bytes(plan.memory_bytes)}"
     return f"{about} of the machine's {format_bytes(plan.machine_memory)}" if plan.machine_memory else about
-
-
-def memory_sentences(plan: Plan) -> tuple[str, ...]:
-    """What makes a run fit a machine that cannot hold it as planned, or that nothing does."""
-    if plan.remedies:
-        return tuple(
-            f"with {remedy.options} it takes about {format_bytes(remedy.memory_bytes)}" for remedy in plan.remedies
-        )
-    held = "all weights" if plan.whole else "the weights of one block"
-    return (
-        f"{held} and one factorisation take about {format_bytes(plan.least_memory_bytes)} whatever the settings: "
-        "run it on a machine with more memory",
-    )
 
 
 def _targets_table(targets: Sequence[Target]) -> Table:
