@@ -91,9 +91,9 @@ def test_adding_in_place_gives_the_same_sum():
 
 
 def test_the_mean_may_take_the_place_of_the_sum():
-    statistics = add(HessianStatistics.empty(300), correlated_inputs(64, 300, 0, torch.float32))
-    apart = hessian(statistics)
+    statistics = collected([correlated_inputs(64, 300, 0, torch.float32)])
+    apart = hessian.hessian(statistics)
     full = statistics.sum.tril() + statistics.sum.tril(-1).T
     assert torch.equal(apart, full / 64)
-    assert hessian(statistics, out=statistics.sum) is statistics.sum
+    assert hessian.hessian(statistics, out=statistics.sum) is statistics.sum
     assert torch.equal(statistics.sum, apart)
