@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import hessquant.pipeline.quantizing  # now, and not when `quantize` is first named: imports belong to the baseline
-from hessquant.planning.size import TOKENS_PER_BATCH, suspended_bytes
+from hessquant.planning.size import TOKENS_PER_BATCH, suspended_bytes, work
 from hessquant.records import LayerRecord, RunReport
 from hessquant.report.json_report import REPORT_NAME, from_json
 
@@ -40,7 +40,7 @@ STAGES = ("load", "check", "record", "quantize", "write", "verify")
 VOCABULARY = 512
 HEAD_WIDTH = 64
 INTERVAL = 0.01
-FLOAT32, FLOAT64 = 4, 8
+FLOAT32 = 4
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,6 @@ def formula(report: RunReport) -> dict[str, int]:
     targets = [target for target in report.plan.targets if target.block == 0]
     others = [tensor for tensor in report.plan.untouched if tensor.name.startswith(f"{report.plan.blocks[0]}.")]
     weights = sum(target.rows * target.columns for target in targets)
-    inputs = [target.columns for target in targets if target.shares_input_with == target.name]
     hidden, tokens = targets[0].columns, report.calibration.tokens
     if report.capture == "once":
         activations = suspended_bytes(hidden, targets, tokens)
@@ -245,8 +244,7 @@ def formula(report: RunReport) -> dict[str, int]:
     return {
         "block": FLOAT32 * (weights + sum(math.prod(tensor.shape) for tensor in others)),
         "codes": weights,
-        "hessians": sum(FLOAT32 * columns**2 for columns in inputs),
-        "factor": 4 * FLOAT64 * max(inputs) ** 2,
+        "solving": max(work(target, report.settings["refinement_rounds"]) for target in targets),
         "activations": activations,
     }
 

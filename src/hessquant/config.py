@@ -82,7 +82,7 @@ class Config:
         max_unquantized: Largest share of the weights' bytes that may stay in 16 bit, 0 to 1; embeddings and head do
             not count.
         activation_memory: Bytes that activations of the calibration tokens may take in memory; those between
-            blocks go to a file beyond that. None = a quarter of what is free when the run begins.
+            blocks go to a file beyond that. None = a quarter of the machine's, or of its container's limit.
         shard_bytes: Largest size of an output file, unless one weight alone is larger.
         trust_remote_code: Allow code that comes with the model to run.
 

@@ -1,6 +1,7 @@
 """How much memory this process may still take, and has taken."""
 
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -10,13 +11,16 @@ try:
 except ImportError:
     resource = None  # type: ignore[assignment]
 
-_CGROUP = Path("/sys/fs/cgroup")
-_UNLIMITED = "max"
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
-def available_memory() -> int:
-    """Bytes that can be taken without swapping: what the machine has left, or a container's limit leaves."""
-    return max(0, min([int(psutil.virtual_memory().available), *_left_by_cgroup()]))
+def total_memory() -> int:
+    """Bytes that this process could ever have: the machine's memory, or what a container's limit leaves of it.
+
+    What others use at the moment does not count, so that plans do not depend on it.
+    """
+    return min([int(psutil.virtual_memory().total), *_cgroup_limits()])
 
 
 def peak_memory() -> int:
@@ -32,11 +36,22 @@ def peak_memory() -> int:
     return peak if platform.system() == "Darwin" else peak * 1024
 
 
-def _left_by_cgroup() -> list[int]:
-    """What a cgroup (version 2) still allows; nothing where there is none or it has no limit."""
+def _cgroup_limits() -> Iterator[int]:
+    """Limits of this process's cgroups and those above them, versions 1 and 2; nothing where there are none."""
     try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        used = int((_CGROUP / "memory.current").read_text())
-    except (OSError, ValueError):
-        return []
-    return [] if limit == _UNLIMITED else [int(limit) - used]
+        # "0::/path" in version 2, "4:memory,cpu:/path" for the controller of version 1.
+        lines = [line.split(":", 2) for line in _OWN_CGROUPS.read_text().splitlines()]
+    except OSError:
+        return
+    for _, controllers, path in (line for line in lines if len(line) == 3):
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, name = (_CGROUPS / "memory", "memory.limit_in_bytes") if controllers else (_CGROUPS, "memory.max")
+        # Inside a container the path may be the host's, of which only the root is there.
+        own = root / path.strip("/")
+        for folder in [own, *own.parents]:
+            if folder == root or root in folder.parents:
+                try:
+                    yield int((folder / name).read_text())
+                except (OSError, ValueError):  # no limit is set: there is no file, or it says "max"
+                    continue

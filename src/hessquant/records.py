@@ -167,11 +167,24 @@ class ServerVerdict:
 
 
 @dataclass(frozen=True)
+class Remedy:
+    """Settings with which a run fits a machine that cannot hold it as planned.
+
+    Attributes:
+        options: What to add to the command.
+        memory_bytes: Estimated peak of anonymous memory then.
+    """
+
+    options: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that is decided before a weight is read.
 
     Attributes:
-        source: The model as the user named it.
+        source: The model as the user named it, without the folders that it lies in.
         architecture: Class that the model's config asks for.
         blocks: Module names of the blocks, in order.
         whole: Why the blocks cannot be run one by one, so that the whole model is in memory; empty if they can.
@@ -191,6 +204,11 @@ class Plan:
         servers: Verdict per client.
         tensor_parallel_limit: The weight, with `*` for its block's number, that keeps it from being twice as large;
             empty where none does.
+        aliases: Tensors of the source that are another name of a target's parameter; it is written under one only.
+        least_memory_bytes: `memory_bytes` if all activations that can be were in files; 0 where nothing is calibrated.
+        machine_memory: Bytes of memory of the machine, or what its container may have of it; 0 where that does not
+            matter.
+        remedies: What makes the run fit where `memory_bytes` is more than that; each does by itself.
     """
 
     source: str
@@ -212,6 +230,16 @@ class Plan:
     tensor_parallel: int
     servers: tuple[ServerVerdict, ...]
     tensor_parallel_limit: str = ""
+    aliases: tuple[str, ...] = field(default=(), compare=False)
+    least_memory_bytes: int = 0
+    # Of the machine and not of the plan: where it is made does not make it another.
+    machine_memory: int = field(default=0, compare=False)
+    remedies: tuple[Remedy, ...] = field(default=(), compare=False)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the machine holds what the run is estimated to take."""
+        return not self.machine_memory or self.memory_bytes <= self.machine_memory
 
 
 @dataclass(frozen=True)

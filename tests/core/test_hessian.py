@@ -88,3 +88,12 @@ def test_adding_in_place_gives_the_same_sum():
     for part in inputs.split(13):
         statistics = hessian.add(statistics, part, out=statistics.sum)
     assert torch.equal(hessian.hessian(statistics), hessian.hessian(collected(list(inputs.split(13)))))
+
+
+def test_the_mean_may_take_the_place_of_the_sum():
+    statistics = collected([correlated_inputs(64, 300, 0, torch.float32)])
+    apart = hessian.hessian(statistics)
+    full = statistics.sum.tril() + statistics.sum.tril(-1).T
+    assert torch.equal(apart, full / 64)
+    assert hessian.hessian(statistics, out=statistics.sum) is statistics.sum
+    assert torch.equal(statistics.sum, apart)

@@ -1,6 +1,7 @@
 import re
 from dataclasses import replace
 
+import pytest
 import torch
 from tests.problems import correlated_inputs
 
@@ -72,6 +73,29 @@ def test_many_experts_are_one_sentence():
     (sentence,) = degradations(records)
     assert "experts 0, 1, 2, 3," in sentence
     assert "19 and 44 more" in sentence
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "named"),
+    [
+        ("layers.0.block_sparse_moe.experts.7.w1", "layers.0.block_sparse_moe.experts", "expert 7"),
+        ("layers.0.mlp.experts.7.gate_proj", "layers.0.mlp.experts", "expert 7"),
+        ("layers.0.mlp.experts.7", "layers.0.mlp.experts", "expert 7"),
+        ("layers.0.mlp.experts.w1.7", "layers.0.mlp.experts.w1", "expert 7"),
+        ("layers.0.mlp.experts.7.linear_2.0", "layers.0.mlp.experts", "expert 7"),
+        ("block.1.layer.2.mlp.experts.expert_7.wi_0", "block.1.layer.2.mlp.experts", "expert 7"),
+        ("layers.0.moe.input_linear.7", "layers.0.moe.input_linear", "expert 7"),
+        ("layers.0.mlp.experts.down_proj", "layers.0.mlp.experts.down_proj", "it"),
+        ("layers.0.moe.w2", "layers.0.moe.w2", "it"),
+        ("moe.w2", "moe.w2", "it"),
+    ],
+)
+def test_module_and_number_of_an_expert_are_named_whatever_its_name(name, module, named):
+    record = replace(solved([3])[0].records[0], name=f"{name}.weight")
+    (sentence,) = degradations([record])
+    assert sentence.startswith(f"{module}: only 3 to 3 calibration tokens were routed to {named};")
+    (sentence,) = degradations([replace(record, tokens=0, pooled_share=1.0)])
+    assert sentence.startswith(f"{module}: no calibration token was routed to {named};")
 
 
 def test_the_hessian_of_an_expert_is_its_own_and_the_pools():

@@ -10,7 +10,8 @@ from hessquant.checkpoint.decode import decode_module, quantization_of
 from hessquant.checkpoint.header import read_json
 from hessquant.checkpoint.reader import CheckpointReader, TensorSource
 from hessquant.checkpoint.shards import raw_bytes
-from hessquant.checkpoint.writer import QUANTIZATION_FILE, model_config, stacked_tensors
+from hessquant.checkpoint.sidecars import QUANTIZATION_FILE
+from hessquant.checkpoint.writer import model_config, not_written
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError, SourceError, VerificationError
 from hessquant.formats.described import description_of
@@ -58,7 +59,7 @@ def verify(
 
 def _check_inventory(written: CheckpointReader, source: TensorSource, plan: Plan) -> None:
     dialect = dialect_of(quantization_of(written.config) or {})
-    expected = set(source.tensors) - stacked_tensors(plan.targets)
+    expected = set(source.tensors) - not_written(plan)
     for target in plan.targets:
         expected.discard(target.name)
         names = dialect.part_names(module_of(target.name))
@@ -89,7 +90,7 @@ def _check_words(written: CheckpointReader, plan: Plan) -> None:
 
 
 def _check_untouched(written: CheckpointReader, source: TensorSource, plan: Plan) -> None:
-    replaced = {target.name for target in plan.targets} | stacked_tensors(plan.targets)
+    replaced = {target.name for target in plan.targets} | not_written(plan)
     for name, info in source.tensors.items():
         if name in replaced:
             continue

@@ -2,9 +2,7 @@
 
 import json
 import math
-import os
-import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,22 +13,17 @@ from hessquant.checkpoint.header import DTYPE_BYTES
 from hessquant.checkpoint.output import RUN_MARK
 from hessquant.checkpoint.reader import CONFIG_FILE, INDEX_FILE, TensorSource
 from hessquant.checkpoint.shards import Unit, plan_shards, write_shard
+from hessquant.checkpoint.sidecars import QUANTIZATION_FILE, copy_sidecars, portable
 from hessquant.config import Config
 from hessquant.core.grid import QuantizedWeight
-from hessquant.errors import CheckpointError, SourceError
+from hessquant.errors import CheckpointError
 from hessquant.files import fsync_directory, replacing
 from hessquant.formats.dialect import Dialect, module_of, settings_of
 from hessquant.formats.dialects import DIALECTS
 from hessquant.records import Plan, Target, TensorInfo
 
-QUANTIZATION_FILE = "quantize_config.json"
-"""Where GPTQ readers older than `config.json`'s `quantization_config` look."""
-
 GGUF_FILE = "model.gguf"
 """The one file of a model in the gguf format."""
-
-_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
-_WRITTEN_ANEW = {Path(CONFIG_FILE), Path(QUANTIZATION_FILE)}
 
 
 def write_checkpoint(
@@ -49,9 +42,9 @@ def write_checkpoint(
     """Write the source with its targets replaced by quantized weights.
 
     A weight of `quantized` is asked for when its turn has come, so a mapping that loads from disk keeps memory at one
-    weight; asymmetric ones are asked for twice. Every other tensor and file is copied byte for byte. `config.json`
-    is not written: `complete` does that when the rest has been verified, and a directory without it is not a
-    checkpoint to any reader.
+    weight; asymmetric ones are asked for twice. Every other tensor is copied byte for byte, and so are the files that a
+    user of the checkpoint may need (`sidecars`). `config.json` is not written: `complete` does that when the rest has
+    been verified, and a directory without it is not a checkpoint to any reader.
 
     Args:
         out: Directory to write; made if need be.
@@ -76,7 +69,7 @@ def write_checkpoint(
     _check_targets(targets, quantized, dialect)
     variant = dialect.choose_variant(quantized[target.name] for target in plan.targets if not target.symmetric)
     described = dialect.describe(plan, solved_with, variant, version)
-    shards = plan_shards(_units(source, targets, dialect), output.shard_bytes)
+    shards = plan_shards(_units(source, plan, dialect), output.shard_bytes)
 
     def make(unit: Unit) -> dict[str, Tensor]:
         if unit.source in targets:
@@ -92,7 +85,7 @@ def write_checkpoint(
     with writing(out):
         for file, units in shards.items():
             write_shard(out / file, units, make)
-        _copy_sidecars(source_directory, out, reports)
+        copy_sidecars(source_directory, out, reports)
         if output.format == "gptq":
             _write_json(out / QUANTIZATION_FILE, described)
         if len(shards) > 1:
@@ -101,8 +94,12 @@ def write_checkpoint(
 
 
 def model_config(source: TensorSource, plan: Plan) -> dict[str, Any]:
-    """What `config.json` will say of the model: the source's, untied where the head gets a weight of its own."""
-    return _untied(source.config) if plan.unties_head else dict(source.config)
+    """What `config.json` will say of the model: the source's, untied where the head gets a weight of its own.
+
+    Where the source lay when it was saved is left out.
+    """
+    config = portable(source.config)
+    return _untied(config) if plan.unties_head else config
 
 
 def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,25 +119,6 @@ def begin(out: Path, run: str) -> None:
         with replacing(out / RUN_MARK) as stream:
             stream.write(run.encode())
         withdraw(out)
-
-
-def refuse_sidecars(source: Path, out: Path, reports: Collection[str]) -> None:
-    """Check that what will be copied beside the weights can be: regular files, none in the way of what is written.
-
-    Args:
-        source: The source directory.
-        out: The output, which may lie inside it.
-        reports: Names of the files that are written besides the checkpoint.
-
-    Raises:
-        SourceError: Naming the file.
-    """
-    for path in _sidecars(source, out.resolve()):
-        if not path.is_file():
-            raise SourceError(f"{path} is not a regular file, so it cannot be copied; remove it or what it links to")
-    for name in (CONFIG_FILE, QUANTIZATION_FILE, INDEX_FILE, *reports):
-        if (source / name).is_dir():
-            raise SourceError(f"{source / name} is a directory, where the output has a file of that name; rename it")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -208,11 +186,11 @@ def _check_targets(
             raise CheckpointError(f"{name}: {fault}")
 
 
-def _units(source: TensorSource, targets: Mapping[str, Target], dialect: Dialect) -> Iterator[Unit]:
+def _units(source: TensorSource, plan: Plan, dialect: Dialect) -> Iterator[Unit]:
     # Targets without a tensor of their own, last: a head that was tied to the embedding, matrices of a stack.
-    stacks = stacked_tensors(targets.values())
+    targets, left_out = {target.name: target for target in plan.targets}, not_written(plan)
     for name in dict.fromkeys([*source.tensors, *targets]):
-        if name in stacks:
+        if name in left_out:
             continue
         target = targets.get(name)
         if target is None:
@@ -229,9 +207,9 @@ def _units(source: TensorSource, targets: Mapping[str, Target], dialect: Dialect
         )
 
 
-def stacked_tensors(targets: Iterable[Target]) -> set[str]:
-    """Tensors of the source in whose place the quantized matrices that they hold are written."""
-    return {target.part_of for target in targets} - {""}
+def not_written(plan: Plan) -> set[str]:
+    """Tensors of the source that targets take the place of: stacks that are taken apart, other names of a target."""
+    return {target.part_of for target in plan.targets} - {""} | set(plan.aliases)
 
 
 def _index(shards: Mapping[str, list[Unit]]) -> dict[str, Any]:
@@ -243,27 +221,6 @@ def _index(shards: Mapping[str, list[Unit]]) -> dict[str, Any]:
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     with replacing(path) as stream:
         stream.write((json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
-
-
-def _copy_sidecars(source: Path, out: Path, reports: Collection[str]) -> None:
-    """Copy every file that is neither weights, nor hidden, nor written anew."""
-    for path in _sidecars(source, out.resolve()):
-        if str(path.relative_to(source)) in reports:
-            continue
-        with path.open("rb") as original, replacing(out / path.relative_to(source)) as copy:
-            shutil.copyfileobj(original, copy)
-
-
-def _sidecars(source: Path, out: Path) -> Iterator[Path]:
-    for folder, folders, files in os.walk(source):
-        here = Path(folder)
-        # Pruned in place: hidden folders, and the output when it lies inside the source.
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and (here / name).resolve() != out)
-        for file in sorted(files):
-            path = here / file
-            weights = path.suffix in _WEIGHT_SUFFIXES or file.endswith(".index.json")
-            if not weights and not file.startswith(".") and path.relative_to(source) not in _WRITTEN_ANEW:
-                yield path
 
 
 def withdraw(out: Path) -> None:

@@ -11,6 +11,9 @@ from torch import Tensor
 from hessquant.core.factor import Factor
 from hessquant.core.grid import Grid
 
+_CHUNK = 1 << 20
+"""Weights whose scales are looked at one by one at a time."""
+
 
 def _step_energy(grid: Grid, columns: int) -> Tensor:
     """Per column, s_{r, g(j)}^2 / 12 summed over rows, [columns], float64."""
@@ -40,5 +43,10 @@ def order_free_floor(grid: Grid, factor: Factor) -> float:
     if not bool(live.any()):
         return 0.0
     log_importance = factor.importance[live].log().mean()
-    steps = grid.scales.double().repeat_interleave(grid.spec.width(len(live)), dim=1)[:, live]
-    return float(live.sum() * torch.exp(2 * steps.log().mean(1) + log_importance).sum() / 12)
+    # In chunks of rows: a float64 per weight would be more than all else that a solve takes.
+    height = max(1, _CHUNK // len(live))
+    means = [
+        grid.scales[row : row + height].double().repeat_interleave(grid.spec.width(len(live)), 1)[:, live].log().mean(1)
+        for row in range(0, len(grid.scales), height)
+    ]
+    return float(live.sum() * torch.exp(2 * torch.cat(means) + log_importance).sum() / 12)

@@ -48,4 +48,4 @@ def shrink(own: HessianStatistics | None, pool: HessianStatistics) -> tuple[Tens
         return torch.eye(len(pool.sum), dtype=pool.sum.dtype, device=pool.sum.device), 1.0
     prior = PRIOR_TOKENS_PER_COLUMN * len(pool.sum)
     share = prior / (own.token_count + prior)
-    return (1 - share) * hessian(own) + share * hessian(pool), share
+    return hessian(own).mul_(1 - share).add_(hessian(pool).mul_(share)), share

@@ -6,7 +6,6 @@ M = flip(cholesky(flip(H)))^T. The ratios M_jk / M_jj are GPTQ's compensation co
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,13 +19,17 @@ LARGEST_DAMPING = 1.0
 
 _FIRST_RETRY = 1e-6
 
+_CHUNK = 1 << 20
+"""Elements that are gathered or turned around at once: all that a factorisation holds besides its one matrix."""
+
 
 @dataclass(frozen=True)
 class Factor:
     """H + lambda I = M^T M, columns in visiting order.
 
     Attributes:
-        lower: M, [columns, columns], float64, lower triangular, positive diagonal.
+        lower: M, [columns, columns], float64 or float32, lower triangular, positive diagonal.
+        diagonal: M's diagonal in float64, whatever `lower` is in.
         order: int64 [columns]: `order[k]` is the column visited k-th.
         damping_used: Damping that the factorisation succeeded with, as a fraction of the mean live diagonal.
         attempts: Factorisations that took; 1 when the damping asked for was enough.
@@ -34,18 +37,11 @@ class Factor:
     """
 
     lower: Tensor
+    diagonal: Tensor
     order: Tensor
     damping_used: float
     attempts: int
     dead: Tensor
-
-    def lower_as(self, dtype: torch.dtype) -> Tensor:
-        """`lower` in float64 or float32; the conversion is made once for all weights with these inputs."""
-        return self.lower if dtype == torch.float64 else self._single
-
-    @cached_property
-    def _single(self) -> Tensor:
-        return self.lower.float()
 
     def damp(self, hessian: Tensor) -> Tensor:
         """The Hessian with what this factor was damped with, and with dead columns as it took them."""
@@ -58,15 +54,17 @@ class Factor:
     @property
     def importance(self) -> Tensor:
         """M_jj^2 of each column in the columns' own order, [columns], float64; a dead column's is the live mean."""
-        squares = torch.empty_like(self.lower.diagonal())
-        squares[self.order] = self.lower.diagonal() ** 2
+        squares = torch.empty_like(self.diagonal)
+        squares[self.order] = self.diagonal**2
         if bool(self.dead.any()) and not bool(self.dead.all()):
             squares[self.dead] = squares[~self.dead].mean()
         return squares
 
 
-def factorize(hessian: Tensor, *, damping: float, order: Order, group_width: int) -> Factor:
-    """Damp the Hessian and factor it in float64.
+def factorize(
+    hessian: Tensor, *, damping: float, order: Order, group_width: int, dtype: torch.dtype = torch.float64
+) -> Factor:
+    """Damp the Hessian and factor it in float64, in the place of one copy of it: 8 columns^2 bytes.
 
     Dead columns (H_jj = 0) get the mean of the live diagonal: their weights are rounded to nearest, since nothing
     couples to them, and count like average ones when scales are searched. When the factorisation fails, or its
@@ -77,6 +75,8 @@ def factorize(hessian: Tensor, *, damping: float, order: Order, group_width: int
         damping: Fraction of the mean live diagonal to add to the diagonal.
         order: Order in which columns are visited.
         group_width: Columns per group, for the order "group".
+        dtype: What M is given in: float64, or float32 for weights that are swept in it, at 4 columns^2 bytes more
+            while it is made and half the bytes from then on.
 
     Raises:
         NonFiniteError: If H holds NaN or Inf: inputs were not finite, and damping cannot help.
@@ -94,18 +94,15 @@ def factorize(hessian: Tensor, *, damping: float, order: Order, group_width: int
     dead = diagonal == 0
     live_mean = float(diagonal[~dead].mean()) if not bool(dead.all()) else 1.0
     visit = column_order(diagonal, order, group_width)
-    # Gathered in its own dtype, from the last column visited to the first: at 4096 columns each float64 copy costs as
-    # much as a tenth of the factorisation.
     backwards = visit.flip(0)
-    reversed_hessian = hessian.index_select(0, backwards).index_select(1, backwards).double()
     undamped = (diagonal + dead.double() * live_mean)[backwards]
     wanted, attempts = damping, 0
     while True:
         attempts += 1
-        reversed_hessian.diagonal().copy_(undamped + wanted * live_mean)
-        lower = _cholesky(reversed_hessian)
+        lower = _cholesky(_gathered(hessian, backwards), undamped + wanted * live_mean)
         if lower is not None:
-            return Factor(lower, visit, wanted, attempts, dead)
+            pivots = lower.diagonal().clone()
+            return Factor(lower.to(dtype), pivots, visit, wanted, attempts, dead)
         if wanted >= LARGEST_DAMPING:
             raise FactorizationError(
                 f"the Hessian of {len(hessian)} inputs cannot be factored even with damping {wanted:g}: it is not a "
@@ -114,13 +111,43 @@ def factorize(hessian: Tensor, *, damping: float, order: Order, group_width: int
         wanted = min(max(10 * wanted, _FIRST_RETRY), LARGEST_DAMPING)
 
 
-def _cholesky(reversed_hessian: Tensor) -> Tensor | None:
-    """M, given the damped H with rows and columns reversed; None if that fails or rests on rounding noise."""
-    upper, info = torch.linalg.cholesky_ex(reversed_hessian, upper=True)
+def _gathered(hessian: Tensor, visit: Tensor) -> Tensor:
+    """The Hessian's rows and columns in another order, float64; made in chunks of rows, so that it is all there is."""
+    gathered = torch.empty(hessian.shape, dtype=torch.float64, device=hessian.device)
+    height = max(1, _CHUNK // len(visit))
+    for start in range(0, len(visit), height):
+        rows = slice(start, start + height)
+        gathered[rows] = hessian.index_select(0, visit[rows]).index_select(1, visit)
+    return gathered
+
+
+def _cholesky(reversed_hessian: Tensor, diagonal: Tensor) -> Tensor | None:
+    """M, in the place of the Hessian with rows and columns reversed; None if that fails or rests on rounding noise.
+
+    Args:
+        reversed_hessian: [columns, columns], symmetric, float64; overwritten.
+        diagonal: What its diagonal is to be: the damped one.
+    """
+    reversed_hessian.diagonal().copy_(diagonal)
+    # LAPACK counts along columns: the transposed view of a symmetric matrix is the matrix as it wants it, and its own
+    # output. With U^T U the reversed matrix, M is U with rows and columns reversed: all of its memory backwards.
+    upper = reversed_hessian.T
+    info = torch.empty((), dtype=torch.int32, device=upper.device)
+    torch.linalg.cholesky_ex(upper, upper=True, out=(upper, info))
     if int(info) != 0:
         return None
-    noise = torch.finfo(upper.dtype).eps * len(upper) * reversed_hessian.diagonal().max()
+    noise = torch.finfo(upper.dtype).eps * len(upper) * diagonal.max()
     if bool((upper.diagonal() ** 2).min() <= noise):
         return None
-    lower: Tensor = upper.flip(0, 1)
-    return lower
+    _turn_around(reversed_hessian.view(-1))
+    return upper
+
+
+def _turn_around(values: Tensor) -> None:
+    """Reverse a vector in its place."""
+    for start in range(0, len(values) // 2, _CHUNK):
+        stop = min(start + _CHUNK, len(values) // 2)
+        first, last = values[start:stop], values[len(values) - stop : len(values) - start]
+        kept = first.flip(0)
+        first.copy_(last.flip(0))
+        last.copy_(kept)

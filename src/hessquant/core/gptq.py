@@ -152,7 +152,7 @@ def sweep(weight: Tensor, factor: Factor, grid: Grid, *, block_size: int, kernel
     Returns:
         uint8 [rows, columns], in the columns' own order.
     """
-    order, lower = factor.order, factor.lower_as(weight.dtype)
+    order, lower = factor.order, factor.lower.to(weight.dtype)
     visited = weight.T.contiguous().index_select(0, order)
     group = order // grid.spec.width(weight.shape[1])
     scales = grid.scales.T.to(weight.dtype).contiguous()
@@ -174,7 +174,7 @@ def dynamic_sweep(weight: Tensor, factor: Factor, spec: GridSpec, config: Config
     The order must visit groups one after another ("natural" or "group"). At the start of group g GPTQ's weights are
     W_g + S M_gg^{-T}, with S the sum over earlier columns.
     """
-    order, lower = factor.order, factor.lower_as(weight.dtype)
+    order, lower = factor.order, factor.lower.to(weight.dtype)
     width = spec.width(weight.shape[1])
     visited = weight.T.contiguous().index_select(0, order)
     importance = _relative_importance(factor, weight.dtype)[order]

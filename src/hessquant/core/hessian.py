@@ -115,10 +115,23 @@ def merge(first: HessianStatistics, second: HessianStatistics) -> HessianStatist
     )
 
 
-def hessian(statistics: HessianStatistics) -> Tensor:
-    """The mean H = sum_n s_n x_n x_n^T / sum_n s_n, [columns, columns], exactly symmetric; zeros for no tokens."""
-    full = torch.tril(statistics.sum) + torch.tril(statistics.sum, -1).T
-    return full / statistics.weight_sum if statistics.weight_sum > 0 else full
+def hessian(statistics: HessianStatistics, *, out: Tensor | None = None) -> Tensor:
+    """The mean H = sum_n s_n x_n x_n^T / sum_n s_n, [columns, columns], exactly symmetric; zeros for no tokens.
+
+    Args:
+        statistics: Of the tokens.
+        out: [columns, columns], takes H in place of a new tensor; `statistics.sum` itself saves a copy, where the
+            statistics are not needed any more.
+    """
+    full = torch.empty_like(statistics.sum) if out is None else out
+    full.copy_(statistics.sum)
+    for rows, columns in lower_tiles(0, len(full)):
+        tile = full[rows, columns]
+        if rows == columns:
+            tile.copy_(torch.tril(tile) + torch.tril(tile, -1).T)
+        else:
+            full[columns, rows] = tile.T
+    return full.div_(statistics.weight_sum) if statistics.weight_sum > 0 else full
 
 
 def first_non_finite(tensor: Tensor) -> tuple[int, ...] | None:

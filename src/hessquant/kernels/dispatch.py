@@ -53,5 +53,11 @@ def solve(weight: Tensor, hessian: Tensor, config: Config | None = None) -> Solu
     automatic = next((size for size in AUTO_GROUP_SIZES if columns % size == 0), -1)
     group_size = automatic if config.group_size == "auto" else config.group_size
     spec = GridSpec(config.bits, config.symmetric, group_size)
-    factor = factorize(hessian, damping=config.damping, order=config.order, group_width=spec.width(columns))
+    factor = factorize(
+        hessian,
+        damping=config.damping,
+        order=config.order,
+        group_width=spec.width(columns),
+        dtype=torch.float64 if weight.dtype == torch.float64 else torch.float32,
+    )
     return gptq.solve(weight, hessian, factor, spec, config, kernels_for(weight.device, weight.numel()))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hessquant.models.watch import Looking
+from hessquant.models.watch import Looking, is_wrapped
 
 _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
@@ -67,7 +67,7 @@ class FeedsAttention:
 
 def _hides_what_comes(mask: Any) -> bool:
     """Whether a mask [..., queries, keys] keeps every query from every later key of the same sequence."""
-    if not isinstance(mask, Tensor) or isinstance(mask, FakeTensor) or mask.ndim < 2:
+    if not isinstance(mask, Tensor) or isinstance(mask, FakeTensor) or is_wrapped(mask) or mask.ndim < 2:
         return False
     queries, keys = mask.shape[-2:]
     if queries != keys or queries < 2:

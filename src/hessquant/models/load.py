@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hessquant.errors import SourceError
@@ -35,11 +35,11 @@ def build(source: ModelSource, state: Mapping[str, Tensor], *, trust_remote_code
     with quiet():
         try:
             with torch.device("meta"):
-                model_class = type(from_config(config, trust_remote_code=trust_remote_code))
-            loaded: Any = model_class.from_pretrained(
+                empty = from_config(config, trust_remote_code=trust_remote_code)
+            loaded: Any = type(empty).from_pretrained(
                 None,
                 config=config,
-                state_dict=dict(state),
+                state_dict=_under_every_name(empty, state),
                 dtype=torch.float32,
                 experts_implementation="eager",
                 ignore_mismatched_sizes=True,
@@ -51,6 +51,19 @@ def build(source: ModelSource, state: Mapping[str, Tensor], *, trust_remote_code
     check_outcome(source.name, outcome)
     built: PreTrainedModel = model.eval().requires_grad_(False)
     return built
+
+
+def _under_every_name(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state with what is given under one name of a parameter under all: loading parts what a class has joined."""
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(name)
+    full = dict(state)
+    for names in aliases.values():
+        given = next((state[name] for name in names if name in state), None)
+        if given is not None:
+            full.update({name: given for name in names if name not in state})
+    return full
 
 
 def check_outcome(name: str, outcome: Mapping[str, Collection[Any]]) -> None:

@@ -36,6 +36,7 @@ class ProbedProduct:
         input_id: Number of the input tensor; equal for matrices multiplied with the very same tensor.
         calls: Products of the matrix in one forward pass.
         feeds_attention: Whether causal attention's queries, keys or values are made with it.
+        fault: Why its products cannot be followed; empty if they can, or `whole` says all.
     """
 
     name: str
@@ -51,6 +52,7 @@ class ProbedProduct:
     may_be_skipped: bool = False
     chooses: Chooser | None = None
     feeds_attention: bool = False
+    fault: str = ""
 
     @property
     def parameter(self) -> str:
@@ -137,6 +139,10 @@ class Recorder:
         # The input itself is not kept: with images, those of a whole pass are gigabytes.
         number: int = self._sources.setdefault(product.source, self._sources_seen)  # type: ignore[no-untyped-call]
         self._sources_seen += 1
+        owner = product.name.rpartition(".")[0]
+        if not product.fault and self._parameters[product.name].ndim == 3 and owner not in self._running:
+            # All of a stack is collected by running its module once more.
+            product = replace(product, fault=f"held by {owner}, which does not multiply it itself")
         self._seen.setdefault(product.name, []).append(replace(product, inputs=_FORGOTTEN, source=_FORGOTTEN))
         self._inputs.setdefault(product.name, []).append(number)
         self.feeds_attention.multiply(product.name)
@@ -159,7 +165,9 @@ class Recorder:
                 self.flow.halves.get(siblings.get(name, name)),
             )
             for name, calls in self._seen.items()
-            if self._is_whole(calls) and (self._parameters[name].ndim == 3 or calls[0].pieces == 1)
+            if self._is_whole(calls)
+            and (self._parameters[name].ndim == 3 or calls[0].pieces == 1)
+            and not self._fault(name, calls)
         }
         located: dict[str, list[tuple[str, Located]]] = {}
         for name, entry in naming.locate(stacks, shapes).items():
@@ -194,7 +202,6 @@ class Recorder:
         # In the order of the forward pass, so that the first of them is where inputs are first seen.
         locations = tuple(sorted(entry.locations, key=lambda location: self._order[location.parameter]))
         calls = self._seen[locations[0].parameter]
-        pieces = [call.piece for call in calls]
         choosers = self.flow.choosers
         inputs = {(numbers[location.parameter], location.piece) for location in entry.locations}
         return ProbedProduct(
@@ -205,7 +212,7 @@ class Recorder:
             entry.transposed,
             len(inputs) == 1,
             min(inputs),
-            max(pieces.count(piece) for piece in set(pieces)),
+            _most_calls(calls),
             entry.part_of,
             entry.part_rows,
             feeds_attention=any(location.parameter in self.feeds_attention.names for location in locations),
@@ -218,13 +225,33 @@ class Recorder:
         first = calls[0]
         location = Location(parameter, first.rows, transposed=first.transposed)
         return ProbedProduct(
-            parameter, (location,), first.rows, first.columns, first.transposed, False, (number, 0), len(calls)
+            parameter,
+            (location,),
+            first.rows,
+            first.columns,
+            first.transposed,
+            False,
+            (number, 0),
+            len(calls),
+            fault=self._fault(parameter, calls),
         )
+
+    def _fault(self, name: str, calls: list[Product]) -> str:
+        """Why a parameter's products cannot be followed, but for what is multiplied; empty if they can."""
+        owner = self._siblings.get(name, name).rpartition(".")[0]
+        if self._parameters[name].ndim == 3 and self._calls[owner] > _most_calls(calls):
+            return f"held by {owner}, which is called {self._calls[owner]} times for a part of it each"
+        return next((call.fault for call in calls if call.fault), "")
 
     def _is_whole(self, calls: list[Product]) -> bool:
         """Whether every product is with matrices of one shape that make up the parameter, on the same side."""
         shape = {(call.rows, call.columns, call.transposed, call.pieces) for call in calls}
         return len(shape) == 1 and calls[0].pieces > 0
+
+
+def _most_calls(calls: list[Product]) -> int:
+    """Products of the matrix of a parameter that is multiplied most often."""
+    return Counter(call.piece for call in calls).most_common(1)[0][1]
 
 
 def _position(entry: Located) -> tuple[int, int]:

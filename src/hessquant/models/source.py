@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from huggingface_hub import snapshot_download
@@ -38,6 +38,32 @@ class ModelSource:
 
     name: str
     directory: Path
+
+    @property
+    def title(self) -> str:
+        """What to call it where others read it: as the user named it, without the folders of this machine."""
+        return title_of(self.name)
+
+
+_CACHED = "models--"
+"""How the hub's cache begins the folder of a model: `models--org--name/snapshots/revision`."""
+
+
+def title_of(name: str) -> str:
+    """A model's name without folders, if it names a place on a machine; a hub id as it is.
+
+    >>> title_of("/home/ann/models/llama-8b/"), title_of("org/llama-8b"), title_of("~/llama.gguf"), title_of("demo")
+    ('llama-8b', 'org/llama-8b', 'llama.gguf', 'demo')
+    """
+    path = Path(name).expanduser()
+    local = path.is_absolute() or path.exists() or PureWindowsPath(name).is_absolute()
+    if not local and _HUB_ID.fullmatch(name) and not name.startswith("."):
+        return name
+    full = PureWindowsPath(name) if "\\" in name else path.resolve()
+    cached = full.parent.parent.name if full.parent.name == "snapshots" else ""
+    if cached.startswith(_CACHED):
+        return cached.removeprefix(_CACHED).replace("--", "/")
+    return full.name
 
 
 def resolve(name: str, *, trust_remote_code: bool = False) -> ModelSource:

@@ -47,6 +47,7 @@ class Product:
         transposed: Whether the matrix is stored [columns, rows] rather than [rows, columns].
         pieces: Matrices of this shape in the parameter; 0 where what was multiplied is not one of equal parts.
         piece: Which of them; None = all of them at once, each with inputs of its own.
+        fault: Why the product cannot be followed; empty if it can.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Product:
     transposed: bool
     pieces: int
     piece: int | None
+    fault: str = ""
 
 
 class Looking(TorchFunctionMode):
@@ -106,11 +108,18 @@ class Watch(Looking):
         # y = left @ right; linear's second argument enters transposed.
         linear = func is torch.nn.functional.linear
         for factor, other, on_the_right in ((right, left, True), (left, right, False)):
-            known = self._parameter_of(factor)
-            if known is None or factor.ndim not in (2, 3):
+            known = self._parameter_of(unwrapped(factor))
+            if known is None or known[1].ndim < 2:
                 continue
-            inputs = other if on_the_right or other.ndim < 2 else other.transpose(-1, -2)
-            return _product_of(*known, factor, inputs, other, stands_upright=linear or not on_the_right)
+            if is_wrapped(factor) or is_wrapped(other):
+                return _unfollowed(*known, other)
+            matrix = _without_copies(factor)
+            if matrix.ndim not in (2, 3):
+                continue
+            # What it was computed from is of no use here, and sums over inputs are made in place.
+            plain = other.detach() if other.requires_grad else other
+            inputs = plain if on_the_right or other.ndim < 2 else plain.transpose(-1, -2)
+            return _product_of(*known, matrix, inputs, other, stands_upright=linear or not on_the_right)
         return None
 
     def _parameter_of(self, factor: Tensor) -> tuple[str, Tensor] | None:
@@ -123,6 +132,18 @@ class Watch(Looking):
             if parameter.storage_offset() <= offset < parameter.storage_offset() + parameter.numel():
                 return name, parameter
         return None
+
+
+def _without_copies(factor: Tensor) -> Tensor:
+    """One matrix that stands for all of a batch is that matrix, with the inputs of all."""
+    return factor[0] if factor.ndim == 3 and (len(factor) == 1 or factor.stride(0) == 0) else factor
+
+
+def _unfollowed(name: str, parameter: Tensor, other: Tensor) -> Product:
+    """A product inside a transform of functions: there the tensors that a matrix meets have no values of their own."""
+    rows, columns = parameter.shape[-2:]
+    fault = "multiplied inside a transform of functions (torch.vmap, torch.func), where its inputs cannot be seen"
+    return Product(name, other, other, rows, columns, transposed=False, pieces=0, piece=None, fault=fault)
 
 
 def _product_of(
@@ -151,10 +172,28 @@ def _product_of(
     )
 
 
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether a tensor is what a transform of functions, such as `torch.vmap`, shows in the place of another."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor behind those that transforms of functions show."""
+    while is_wrapped(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def storage_key(tensor: Tensor) -> int:
     """Identify the storage behind a tensor; works for fake and meta tensors, which have no address."""
+    if tensor.layout != torch.strided:
+        return _NO_STORAGE
     key: int = tensor.untyped_storage()._cdata
     return key
+
+
+_NO_STORAGE = 0
+"""Of a sparse tensor, whose values are in several."""
 
 
 _NAMES = {

@@ -10,13 +10,13 @@ from hessquant import __version__
 from hessquant.checkpoint.inspect import inspect_checkpoint
 from hessquant.checkpoint.output import holding, refuse_output
 from hessquant.checkpoint.reader import CheckpointReader
+from hessquant.checkpoint.sidecars import refuse_sidecars
 from hessquant.checkpoint.unpacked import UnpackedCheckpoint
-from hessquant.checkpoint.writer import refuse_sidecars
 from hessquant.config import Config, Override
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError, PlanError, SourceError
 from hessquant.formats.dialect import half_scales
-from hessquant.models.source import ModelSource
+from hessquant.models.source import ModelSource, title_of
 from hessquant.pipeline.progress import SILENT
 from hessquant.pipeline.publishing import REPORTS, digest, refuse_form, report_in, write_verified
 from hessquant.planning.plan import plan_export
@@ -51,7 +51,7 @@ def export(
     started = time.perf_counter()
     with CheckpointReader(checkpoint) as reader:
         unpacked = UnpackedCheckpoint(reader)
-        source = ModelSource(checkpoint.name, checkpoint)
+        source = ModelSource(str(checkpoint), checkpoint)
         plan = plan_export(source, unpacked.tensors, unpacked.packed, config)
         refuse_form(config, unpacked, checkpoint, plan)
         if on_plan is not None:
@@ -115,7 +115,7 @@ def _retold(solved: RunReport, plan: Plan, config: Config, verified: int) -> Run
     return replace(
         solved,
         settings={**solved.settings, "format": config.format, "shard_bytes": config.shard_bytes},
-        plan=replace(plan, source=solved.plan.source, memory_bytes=solved.plan.memory_bytes),
+        plan=replace(plan, source=title_of(solved.plan.source), memory_bytes=solved.plan.memory_bytes),
         output_bytes=plan.output_bytes,
         verified_tensors=verified,
     )

@@ -4,7 +4,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ import transformers
 from hessquant import __version__
 from hessquant.checkpoint.audit import audit
 from hessquant.checkpoint.output import RUN_MARK, holding, refuse_output
+from hessquant.checkpoint.ranges import ScaleCheck
 from hessquant.checkpoint.reader import CheckpointReader
-from hessquant.checkpoint.writer import refuse_sidecars
+from hessquant.checkpoint.sidecars import refuse_sidecars
 from hessquant.config import Config
 from hessquant.files import held_bytes
 from hessquant.memory import peak_memory
@@ -94,7 +95,8 @@ def quantize(
             finished = report_in(out) if is_complete(out) else None
             batches, calibrated = inputs.batches(TOKENS_PER_BATCH), inputs.record
             streamed = StreamedModel(source, reader.tensors, reader.read, trust_remote_code=config.trust_remote_code)
-            identity = _identity(plan, config, calibrated, audit(reader, progress))
+            scales = ScaleCheck(plan.targets, reader.tensors, config)
+            identity = _identity(plan, config, calibrated, audit(reader, progress, scales))
             store.begin({name: value for name, value in identity.items() if name not in _OF_THE_OUTPUT})
             run = digest(identity)
             if finished is not None and finished.run == run:
@@ -152,7 +154,8 @@ def _report(
         version=__version__,
         run=run,
         settings=asdict(config),
-        plan=plan,
+        # The report goes with the checkpoint to other machines, to which this one's memory is nothing.
+        plan=replace(plan, machine_memory=0, remedies=()),
         calibration=calibrated,
         layers=outcome.records,
         capture=outcome.capture,

@@ -2,10 +2,12 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from hessquant import memory
 from hessquant.config import Config
 from hessquant.errors import PlanError, SourceError
 from hessquant.formats.described import description_of
@@ -17,12 +19,13 @@ from hessquant.models.probe import Probe, probe
 from hessquant.models.recorder import ProbedProduct
 from hessquant.models.source import ModelSource, load_config
 from hessquant.planning.composition import Surroundings
+from hessquant.planning.fit import find_remedies, least_bytes
 from hessquant.planning.servers import untried, verdicts
 from hessquant.planning.serving import refuse_unserved
 from hessquant.planning.settings import assign_settings, refuse_format
 from hessquant.planning.shapes import limiting_weight, tensor_parallel
-from hessquant.planning.size import activation_budget, bits_per_weight, memory_bytes
-from hessquant.planning.targets import head_product, known_names, left_alone, select_targets
+from hessquant.planning.size import Sizes, bits_per_weight
+from hessquant.planning.targets import head_product, known_names, left_alone, namesakes, select_targets
 from hessquant.planning.unquantized import is_end, refuse_unquantized
 from hessquant.records import Plan, Target, TensorInfo, Untouched
 
@@ -63,9 +66,17 @@ def make_plan(
     chosen, reasons = select_targets(seen, tensors, config)
     group_size, settings = assign_settings(chosen, seen.blocks, known_names(seen, tensors), config)
     targets = _targets(chosen, seen, settings)
-    memory = memory_bytes(seen, targets, config, activation_budget(config))
     refuse_unquantized(tensors, reasons, seen, config)
-    return _plan(source, model_config, seen, tensors, targets, reasons, group_size, memory, config)
+    sizes = Sizes.of(seen, targets, config)
+    estimate, machine = sizes.memory(config), memory.total_memory()
+    plan = _plan(source, model_config, seen, tensors, targets, reasons, group_size, estimate, config)
+    return replace(
+        plan,
+        aliases=tuple(namesakes(chosen, tensors, seen)),
+        least_memory_bytes=least_bytes(sizes, config),
+        machine_memory=machine,
+        remedies=() if estimate <= machine else find_remedies(sizes, seen, targets, config, machine),
+    )
 
 
 def plan_export(
@@ -103,8 +114,9 @@ def plan_export(
     targets = _targets(chosen, seen, settings)
     reasons = left_alone(chosen, {}, {name: info for name, info in tensors.items() if name not in packed}, seen)
     common = Counter(target.group_size for target in targets).most_common(1)[0][0]
-    memory = max(8 * target.rows * target.columns for target in targets)
-    return _plan(source, model_config, seen, tensors, targets, reasons, common, memory, config)
+    held = max(8 * target.rows * target.columns for target in targets)
+    plan = _plan(source, model_config, seen, tensors, targets, reasons, common, held, config)
+    return replace(plan, aliases=tuple(namesakes(chosen, tensors, seen)))
 
 
 def _plan(
@@ -115,7 +127,7 @@ def _plan(
     targets: tuple[Target, ...],
     reasons: Mapping[str, str],
     group_size: int,
-    memory: int,
+    memory_bytes: int,
     config: Config,
 ) -> Plan:
     untouched = tuple(
@@ -134,7 +146,7 @@ def _plan(
     untouched_bytes = sum(tensor.bytes for tensor in untouched)
     ends = sum(tensor.bytes for tensor in untouched if is_end(tensor.name, seen))
     plan = Plan(
-        source=source.name,
+        source=source.title,
         architecture=architecture,
         blocks=seen.blocks,
         whole=seen.whole,
@@ -152,7 +164,7 @@ def _plan(
         source_bytes=source_bytes,
         output_bytes=untouched_bytes
         + sum(OUTPUTS[config.format].packed_bytes(t.rows, t.columns, settings_of(t)) for t in targets),
-        memory_bytes=memory,
+        memory_bytes=memory_bytes,
         tensor_parallel=tensor_parallel(targets),
         tensor_parallel_limit=limiting_weight(targets, seen.blocks),
         servers=servers,

@@ -2,20 +2,29 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
+from hessquant import memory
 from hessquant.config import Config
-from hessquant.memory import available_memory
 from hessquant.models.probe import Probe
 from hessquant.records import Target
 
 TOKENS_PER_BATCH = 2048
 """Large enough for full speed of the products, small enough that a batch's activations stay in cache."""
 
+LIBRARIES = 350_000_000
+"""What the process takes besides: for the imports, and for what kernels and libraries make when they are first used."""
+
 _FLOAT32 = 4
-_FLOAT64 = 8
 _SCALE_BITS = 16
+
+# Bytes per element of a Hessian while it is factored: itself, one float64 matrix, the result in float32; while a weight
+# is solved: itself, the factor, a copy of another scale, and a damped one for the refinement.
+_FACTORED, _SOLVED, _REFINED = 16, 12, 4
+# Bytes per element of the weight that is solved, besides itself; and those of the refinement.
+_OF_WEIGHT, _OF_REFINED_WEIGHT = 12, 4
 
 
 def bits_per_weight(targets: Iterable[Target]) -> float:
@@ -28,8 +37,8 @@ def bits_per_weight(targets: Iterable[Target]) -> float:
 
 
 def activation_budget(config: Config) -> int:
-    """Bytes that activations may take in memory: as asked for, or a quarter of what is free now."""
-    return available_memory() // 4 if config.activation_memory is None else config.activation_memory
+    """Bytes that activations may take in memory: as asked for, or a quarter of all that there is."""
+    return memory.total_memory() // 4 if config.activation_memory is None else config.activation_memory
 
 
 def suspended_bytes(hidden_size: int, targets: Iterable[Target], tokens: int) -> int:
@@ -51,49 +60,100 @@ def choose_capture(
     return "once" if suspended_bytes(hidden_size, targets, tokens) <= budget else "passes"
 
 
-def memory_bytes(probe: Probe, targets: Sequence[Target], config: Config, budget: int) -> int:
-    """Estimated peak of anonymous memory while quantizing.
+@dataclass(frozen=True)
+class Sizes:
+    """What the estimate of a run's memory is made of.
 
-    The larger of what runs before the blocks, in float32, and, of the block that needs most (a head that is quantized
-    counts as one, with all that is outside the blocks),
-      - its weights in float32, and a byte per quantized weight,
-      - a float32 Hessian per distinct input, and four float64 matrices as large as the largest of them for its
-        factorisation;
-    and where the blocks cannot be run one by one, all weights in the place of one block's;
-    and the activations of every calibration token: those that are suspended where each block runs once, else hidden
-    states up to the budget, and the activations of one batch.
+    Attributes:
+        fixed: Bytes that do not depend on calibration: weights of a block, and what quantizing them takes.
+        hidden_size: Width of the hidden state.
+        widest: The target inside the blocks with the longest rows or columns; none if there are none.
     """
-    tokens, head = config.num_windows * config.window_length, len(probe.blocks)
-    inside = [target for target in targets if target.block < head]
-    if choose_capture(probe.hidden_size, inside, tokens, config, budget) == "once":
-        activations = suspended_bytes(probe.hidden_size, inside, tokens)
-    else:
-        activations = min(budget, _FLOAT32 * probe.hidden_size * tokens)
-        activations += suspended_bytes(probe.hidden_size, inside, max(TOKENS_PER_BATCH, config.window_length))
+
+    fixed: int
+    hidden_size: int
+    widest: tuple[Target, ...]
+
+    @classmethod
+    def of(cls, probe: Probe, targets: Sequence[Target], config: Config) -> "Sizes":
+        """Those of a model whose targets are quantized with the refinement and token weights of `config`."""
+        inside = [target for target in targets if target.block < len(probe.blocks)]
+        widest = sorted(inside, key=lambda target: max(target.rows, target.columns))[-1:]
+        return cls(_fixed_bytes(probe, targets, config), probe.hidden_size, tuple(widest))
+
+    def memory(self, config: Config) -> int:
+        """Estimated peak of anonymous memory while quantizing.
+
+        What is fixed (`_fixed_bytes`), and the activations of every calibration token: those that are suspended where
+        each block runs once, else hidden states up to the budget, and the activations of one batch.
+        """
+        budget, tokens = activation_budget(config), config.num_windows * config.window_length
+        if choose_capture(self.hidden_size, self.widest, tokens, config, budget) == "once":
+            return self.fixed + suspended_bytes(self.hidden_size, self.widest, tokens)
+        of_batch = min(tokens, max(TOKENS_PER_BATCH, config.window_length))
+        kept = min(budget, _FLOAT32 * self.hidden_size * tokens)
+        return self.fixed + kept + suspended_bytes(self.hidden_size, self.widest, of_batch)
+
+
+def _fixed_bytes(probe: Probe, targets: Sequence[Target], config: Config) -> int:
+    """What the imports take, and the larger of what runs before the blocks and what the block takes that needs most.
+
+    Of a block (a head that is quantized counts as one, with all that is outside the blocks) these are
+      - its weights in float32, and a byte per quantized weight,
+      - what quantizing takes at the stop that needs most (`_statistics`);
+    where the blocks cannot be run one by one, all weights are in the place of one block's.
+    """
+    head = len(probe.blocks)
     weights = Counter[int]()
     outside = 0
     for parameter in {parameter.same_as: parameter for parameter in probe.parameters.values()}.values():
         if parameter.block is None and parameter.role != "head":
             outside += prod(parameter.shape)
         weights[head if parameter.block is None else parameter.block] += prod(parameter.shape)
+    of_block: dict[int, list[Target]] = {index: [] for index in range(head)}
+    for target in targets:
+        of_block.setdefault(target.block, []).append(target)
     if probe.whole:
-        held = _FLOAT32 * sum(weights.values()) + sum(target.rows * target.columns for target in targets)
-        return held + max((_statistics(targets, index) for index in range(head + 1)), default=0) + activations
+        held = _FLOAT32 * sum(weights.values()) + _codes(targets)
+        return LIBRARIES + held + max((_statistics(members, config) for members in of_block.values()), default=0)
     stages = (
-        _FLOAT32 * weights[index]
-        + sum(target.rows * target.columns for target in targets if target.block == index)
-        + _statistics(targets, index)
-        for index in {target.block for target in targets} | set(range(head))
+        _FLOAT32 * weights[index] + _codes(members) + _statistics(members, config)
+        for index, members in of_block.items()
     )
-    return max(_FLOAT32 * outside, *stages) + activations
+    return LIBRARIES + max(_FLOAT32 * outside, *stages)
 
 
-def _statistics(targets: Iterable[Target], block: int) -> int:
-    # What feeds attention has a Hessian apart from what else sees the same inputs, as its tokens are weighted.
-    hessians = {
-        (target.shares_input_with, target.feeds_attention): target.columns
-        for target in targets
-        if target.block == block
-    }
-    columns = hessians.values()
-    return sum(_FLOAT32 * count**2 for count in columns) + 4 * _FLOAT64 * max(columns, default=0) ** 2
+def _codes(targets: Iterable[Target]) -> int:
+    return sum(target.rows * target.columns for target in targets)
+
+
+def _statistics(targets: Sequence[Target], config: Config) -> int:
+    """What quantizing the weights of a block takes: the Hessians that are held at once, and the work on one of them.
+
+    A stop's Hessian is there from when it is reached until it is solved. Those of a module's experts, and of all that a
+    forward pass comes back to or may pass by, are there together.
+    """
+    inputs: dict[tuple[str, bool], list[Target]] = {}
+    for target in targets:
+        # What feeds attention has a Hessian apart from what else sees the same inputs, as its tokens are weighted.
+        apart = config.token_weights == "attention" and target.feeds_attention
+        inputs.setdefault((target.shares_input_with, apart), []).append(target)
+    together, stops = 0, Counter[str]()
+    for members in inputs.values():
+        hessian = _FLOAT32 * members[0].columns ** 2
+        if any(target.calls > 1 or target.may_be_skipped for target in members):
+            together += hessian
+        elif members[0].module:
+            stops[members[0].module] += hessian
+    # The experts' own are apart from the mean that is worked on, and so is that of all.
+    pools = max((_FLOAT32 * target.columns**2 for target in targets if target.module), default=0)
+    held = together + max(stops.values(), default=0) + pools
+    return held + max((work(target, config.refinement_rounds) for target in targets), default=0)
+
+
+def work(target: Target, refinement_rounds: int) -> int:
+    """What factoring a weight's Hessian takes, or solving the weight, if that is more."""
+    of_hessian = _SOLVED + (_REFINED if refinement_rounds else 0)
+    of_weight = _OF_WEIGHT + (_OF_REFINED_WEIGHT if refinement_rounds else 0)
+    solved = of_hessian * target.columns**2 + of_weight * target.rows * target.columns
+    return max(_FACTORED * target.columns**2, solved)

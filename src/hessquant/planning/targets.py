@@ -1,6 +1,6 @@
 """Which weights are quantized, and why every other tensor is not."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
@@ -50,8 +50,11 @@ def select_targets(
         for name, product in _gates(candidates, probe.hidden_size).items()
         if name not in asked
     }
+    others = namesakes(candidates.values(), tensors, probe)
     for pattern, matched in excluded.items():
-        reasons.update({name: f"{EXCLUDED} {pattern!r}" for name in matched if name in candidates})
+        meant = matched.union(*(others[name] for name in matched & others.keys()))
+        reasons.update({name: f"{EXCLUDED} {pattern!r}" for name in meant if name in candidates})
+    reasons.update({name: reasons[weights[0]] for name, weights in others.items() if weights[0] in reasons})
     _refuse_parted_sets(candidates.values(), reasons)
     _refuse_parted_stacks(candidates.values(), reasons)
 
@@ -90,12 +93,31 @@ def known_names(probe: Probe, tensors: Iterable[str]) -> list[str]:
     return list(dict.fromkeys([*tensors, *probe.parameters, *(product.name for product in probe.products)]))
 
 
+def namesakes(products: Iterable[ProbedProduct], tensors: Iterable[str], probe: Probe) -> dict[str, list[str]]:
+    """Tensors that hold a weight's parameter under another of its names, with the weights in it."""
+    held: dict[str, dict[str, list[str]]] = {}
+    for product in products:
+        own = product.part_of or product.name
+        key = probe.keys.get(own, own)
+        parameter = probe.parameters.get(key)
+        if parameter is not None and parameter.role == "weight":
+            held.setdefault(parameter.same_as, {}).setdefault(key, []).append(product.name)
+    found = {}
+    for name in tensors:
+        parameter = probe.parameter_of(name)
+        under = held.get(parameter.same_as, {}) if parameter is not None else {}
+        if under and probe.keys.get(name, name) not in under:
+            found[name] = [weight for members in under.values() for weight in members]
+    return found
+
+
 def left_alone(
-    chosen: Iterable[ProbedProduct], reasons: Mapping[str, str], tensors: Mapping[str, TensorInfo], probe: Probe
+    chosen: Collection[ProbedProduct], reasons: Mapping[str, str], tensors: Mapping[str, TensorInfo], probe: Probe
 ) -> dict[str, str]:
     """Why each tensor that is not taken stays as it is."""
-    # A stack that the checkpoint holds as one tensor is taken as a whole or not at all.
+    # A stack that is one tensor is taken as a whole or not at all, and a parameter under all of its names.
     taken = {product.name for product in chosen} | {product.part_of for product in chosen}
+    taken |= namesakes(chosen, tensors, probe).keys()
     of_stacks = {product.part_of: reasons[product.name] for product in probe.products if product.name in reasons}
     return {
         name: reasons.get(name) or of_stacks.get(name) or reason_left(info, probe)
@@ -123,7 +145,9 @@ def _product_fault(product: ProbedProduct, probe: Probe) -> str | None:
     if parameter.role != "weight" or len(parameter.shape) < 2 or parameter.block is None:
         return _parameter_fault(product.parameter, probe) or "left in 16 bit"
     if not product.whole:
-        return "not multiplied as a whole matrix"
+        return product.fault or "not multiplied as a whole matrix"
+    if product.module in probe.blocks and not probe.whole:
+        return f"held by the block {product.module} itself, not by a module of its own"
     return None if product.name.endswith(".weight") else "not named `<module>.weight`"
 
 
@@ -156,7 +180,7 @@ def reason_left(info: TensorInfo, probe: Probe) -> str:
             (
                 _product_fault(product, probe)
                 for product in probe.products
-                if product.parameter == key and product.name in (info.name, key)
+                if product.parameter == key and (product.part_of == info.name or product.name in (info.name, key))
             ),
             None,
         )

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import fsum
 
-from hessquant.records import LayerRecord, ServerVerdict
+from hessquant.records import LayerRecord, Plan, ServerVerdict
+from hessquant.report.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -134,3 +135,16 @@ def reach(tensor_parallel: int, limited_by: str) -> str:
     'up to 2, set by model.layers.*.mlp.down_proj'
     """
     return f"up to {tensor_parallel}" + (f", set by {limited_by.removesuffix('.weight')}" if limited_by else "")
+
+
+def memory_sentences(plan: Plan) -> tuple[str, ...]:
+    """What makes a run fit a machine that cannot hold it as planned, or that nothing does."""
+    if plan.remedies:
+        return tuple(
+            f"with {remedy.options} it takes about {format_bytes(remedy.memory_bytes)}" for remedy in plan.remedies
+        )
+    held = "all weights" if plan.whole else "the weights of one block"
+    return (
+        f"{held} and one factorisation take about {format_bytes(plan.least_memory_bytes)} whatever the settings: "
+        "run it on a machine with more memory",
+    )

@@ -15,6 +15,7 @@ from hessquant.report.figures import (
     by_kind,
     kind,
     kind_labels,
+    memory_sentences,
     notes,
     reach,
     relative_output_error,
@@ -36,6 +37,7 @@ def render_plan(plan: Plan) -> RenderableType:
     """Tables of what will be quantized, what will not and why, and which servers will open the result."""
     return _page(
         _plan_facts(plan),
+        None if plan.fits else _sentences("This machine cannot hold it", memory_sentences(plan), "yellow"),
         _targets_table(plan.targets) if plan.targets else None,
         _untouched_table(plan) if plan.untouched else None,
         _servers_table(plan) if plan.servers else None,
@@ -123,9 +125,14 @@ def _plan_facts(plan: Plan) -> Table:
             f"{format_percent(plan.unquantized_share)} of the weight bytes; "
             f"{format_percent(plan.unquantized_matrices)} without embeddings and head",
         ),
-        ("Memory", f"about {format_bytes(plan.memory_bytes)}"),
+        ("Memory", _memory(plan)),
         ("Tensor parallel", reach(plan.tensor_parallel, plan.tensor_parallel_limit)),
     )
+
+
+def _memory(plan: Plan) -> str:
+    about = f"about {format_bytes(plan.memory_bytes)}"
+    return f"{about} of the machine's {format_bytes(plan.machine_memory)}" if plan.machine_memory else about
 
 
 def _targets_table(targets: Sequence[Target]) -> Table:

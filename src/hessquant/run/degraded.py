@@ -12,7 +12,7 @@ _FALLBACK_SHARE = 0.1
 """Rows that may fall back to round-to-nearest before a weight counts as degraded: a few always do, by chance."""
 
 _EXPERTS_NAMED = 20
-_OF_EXPERT = re.compile(r"(.*)\.(\d+)\.\D+")
+_NUMBERED = re.compile(r"(?:expert_?)?(\d+)")
 
 
 def degradations(records: Sequence[LayerRecord]) -> tuple[str, ...]:
@@ -47,8 +47,7 @@ def _of_experts(records: Iterable[LayerRecord]) -> Iterator[str]:
     for record in records:
         if record.pooled_share <= _LARGEST_POOLED_SHARE:
             continue
-        found = _OF_EXPERT.fullmatch(record.name)
-        module, expert = found.groups() if found else (record.name, "")
+        module, expert = _expert_of(record.name)
         if record.tokens:
             few.setdefault(module, {})[expert] = record.tokens
         else:
@@ -65,8 +64,29 @@ def _of_experts(records: Iterable[LayerRecord]) -> Iterator[str]:
         )
 
 
+def _expert_of(name: str) -> tuple[str, str]:
+    """Module and number of the expert that a weight is of; the number is empty where the name has none.
+
+    >>> _expert_of("layers.0.moe.experts.7.w1.weight"), _expert_of("layers.0.moe.experts.w1.7.weight")
+    (('layers.0.moe.experts', '7'), ('layers.0.moe.experts.w1', '7'))
+    >>> _expert_of("layers.0.moe.input_linear.3.weight"), _expert_of("layers.0.moe.experts.down_proj.weight")
+    (('layers.0.moe.input_linear', '3'), ('layers.0.moe.experts.down_proj', ''))
+    """
+    parts = name.removesuffix(".weight").split(".")
+    numbered = [index for index, part in enumerate(parts) if _NUMBERED.fullmatch(part)]
+    named = next((index for index, part in enumerate(parts) if "expert" in part), None)
+    # The first number of a name without experts is its block's.
+    places = numbered[-1:] if named is None and len(numbered) > 1 else []
+    if named is not None:
+        places = [index for index in numbered if index >= named]
+    found = _NUMBERED.fullmatch(parts[places[0]]) if places else None
+    return (".".join(parts[: places[0]]), found[1]) if found else (".".join(parts), "")
+
+
 def _listed(experts: Iterable[str]) -> str:
-    """Experts by number, the first of them where there are many."""
-    numbers = sorted(experts, key=lambda number: int(number or 0))
+    """Experts by number, the first of them where there are many; "it" where what has none is named already."""
+    numbers = sorted((number for number in experts if number), key=int)
+    if not numbers:
+        return "it"
     rest = f" and {len(numbers) - _EXPERTS_NAMED} more" if len(numbers) > _EXPERTS_NAMED else ""
     return f"{'expert' if len(numbers) == 1 else 'experts'} {', '.join(numbers[:_EXPERTS_NAMED])}{rest}"

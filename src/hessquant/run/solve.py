@@ -37,14 +37,15 @@ class TargetSolver:
         Args:
             parameters: The model's parameters by name; those that hold the members are overwritten.
             members: Targets with the same inputs; one Hessian and one factor serve all.
-            statistics: Of those inputs.
+            statistics: Of those inputs; their sum is overwritten by the mean, since both do not fit where one is large.
 
         Raises:
             NonFiniteError: If a weight or the Hessian is not finite.
             FactorizationError: If the Hessian cannot be factored.
             GridError: If a weight does not fit its grid.
         """
-        self._solve(parameters, members, hessian(statistics), statistics.token_count, 0.0)
+        mean = hessian(statistics, out=statistics.sum)
+        self._solve(parameters, members, mean, statistics.token_count, 0.0)
 
     def solve_experts(
         self,
@@ -81,7 +82,13 @@ class TargetSolver:
         name = members[0]
         try:
             for width, alike in self._by_width(members, len(mean)).items():
-                factor = factorize(mean, damping=self._config.damping, order=self._config.order, group_width=width)
+                factor = factorize(
+                    mean,
+                    damping=self._config.damping,
+                    order=self._config.order,
+                    group_width=width,
+                    dtype=torch.float64 if mean.dtype == torch.float64 else torch.float32,
+                )
                 for name in alike:
                     self._solve_one(name, parameters, mean, factor, members[0], tokens, share)
         except (FactorizationError, GridError, NonFiniteError) as error:
