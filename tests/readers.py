@@ -69,12 +69,11 @@ def compressed_tensors(config, module, is_linear=True):
     return None
 
 
-def vllm_names(module):
+def vllm_names(module, in_parts):
     """What vLLM calls a module: as `hf_to_vllm_mapper` of its vision-language models says, and unchanged."""
-    text = (
-        ("model.language_model.", "language_model.model."),
-        ("backbone.", "model."),
-        ("lm_head", "language_model.lm_head"),
-    )
+    text = [("model.language_model.", "language_model.model."), ("backbone.", "model.")]
+    heads = [("lm_head", "language_model.lm_head")] if in_parts else []
     towers = [(f"model.{part}", part) for part in ("visual", "vision_tower", "multi_modal_projector", "vision_model")]
-    return [module] + [new + module.removeprefix(old) for old, new in (*text, *towers) if module.startswith(old)]
+    return [module] + [
+        new + module.removeprefix(old) for old, new in (*text, *heads, *towers) if module.startswith(old)
+    ]

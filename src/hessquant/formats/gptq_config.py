@@ -167,8 +167,8 @@ def _quantized_names(plan: Plan, description: Description) -> list[list[str]]:
 
     Readers take a name as part of a module's full name (optimum: its end; vLLM: anywhere in it). Names relative to
     the block are the custom, and are enough unless a skipped module has one of them too, because it is skipped in one
-    block and not in another, or is in another part of the model; then full names say which is meant, those of the
-    checkpoint and those of transformers' model.
+    block and not in another, or is in another part of the model, or loading renames some; then full names say which is
+    meant, those of the checkpoint and those of transformers' model.
     """
     names = {module.known[0]: module.known for module in description.modules if module.settings is not None}
     groups = _by_input(plan.targets)
@@ -176,7 +176,7 @@ def _quantized_names(plan: Plan, description: Description) -> list[list[str]]:
     relative = [[name.removeprefix(prefixes[name]) for name in group] for group in groups]
     skipped = [name for module in description.modules if module.settings is None for name in module.known]
     ambiguous = any(name in other for group in relative for name in group for other in skipped)
-    if ambiguous or description.any_prefix:
+    if ambiguous or description.any_prefix or any(len(known) > 1 for known in names.values()):
         return [[known for name in group for known in names[name]] for group in groups]
     return [list(group) for group in dict.fromkeys(map(tuple, relative))]
 

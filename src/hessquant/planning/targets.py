@@ -15,8 +15,8 @@ from hessquant.records import Target, TensorInfo
 _Weight = TypeVar("_Weight", ProbedProduct, Target)
 
 MIN_ROWS = 64
-"""A weight with fewer outputs is a gate, unless these are the hidden state or a server makes it one matrix with others:
-it is not worth its risk, and kernels need as many on every device (vLLM and SGLang, marlin_utils.py: MIN_THREAD_N)."""
+"""A weight with fewer outputs is a gate, unless these are the hidden state or every server makes it one matrix with
+others: it is not worth its risk, and kernels need as many on each device (MIN_THREAD_N of vLLM's marlin_utils.py)."""
 
 EXCLUDED = "excluded by pattern"
 """How the reason begins where the user left a weight out."""
@@ -71,15 +71,15 @@ def _gates(candidates: Mapping[str, ProbedProduct], hidden_size: int) -> dict[st
 
     The matrices of experts may be small; those that choose among them are not theirs.
     """
-    widest = {name: product.rows for name, product in candidates.items()}
+    rows = {name: product.rows for name, product in candidates.items()}
     for fused, members in fused_sets(candidates.values()):
-        rows = (sum if fused.everywhere else max)(product.rows for product in members)
-        widest |= {product.name: max(rows, widest[product.name]) for product in members}
+        if fused.everywhere:
+            rows |= {product.name: sum(member.rows for member in members) for product in members}
     return {
         name: product
         for name, product in candidates.items()
         if product.chooses
-        or (widest[name] < MIN_ROWS and product.rows != hidden_size and not (product.module or product.may_be_skipped))
+        or (rows[name] < MIN_ROWS and product.rows != hidden_size and not (product.module or product.may_be_skipped))
     }
 
 
