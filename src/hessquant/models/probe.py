@@ -16,18 +16,18 @@ from hessquant.errors import CaptureError, PlanError, SourceError
 from hessquant.models.blocks import find_blocks
 from hessquant.models.library import (
     LIBRARY_ERRORS,
-    from_config,
-    parameters_on_meta,
     predicts_next_token,
     quiet,
     reason,
     run_model,
+    uncollected,
 )
 from hessquant.models.naming import Naming
 from hessquant.models.phantom import PhantomArithmetic, give_phantoms
 from hessquant.models.recorder import ProbedProduct, Recorder
 from hessquant.models.source import ModelSource
 from hessquant.models.stand_ins import record_calls
+from hessquant.models.weightless import build_weightless
 from hessquant.records import TensorInfo
 
 Role = Literal["embedding", "head", "weight"]
@@ -95,6 +95,7 @@ class Probe:
         return self.parameters.get(self.keys.get(name, name))
 
 
+@uncollected()
 def probe(
     source: ModelSource,
     config: PreTrainedConfig,
@@ -121,7 +122,7 @@ def probe(
         lists = find_blocks(model)
         recorder = Recorder(model)
         inputs = _made_up(config) if inputs is None else inputs
-        with PhantomArithmetic(), recorder.watch, recorder.feeds_attention.watch, recorder.routers.watch:
+        with PhantomArithmetic(), recorder.watch:
             _run(model, inputs, source.name)
         others = [block for blocks in lists[1:] for block in blocks]
         used = [block for block in others if recorder.reaches(block)]
@@ -149,8 +150,7 @@ def probe(
 
 def _build(source: ModelSource, config: PreTrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
     try:
-        with parameters_on_meta():
-            model = from_config(config, trust_remote_code=trust_remote_code)
+        model = build_weightless(config, trust_remote_code=trust_remote_code)
         give_phantoms(model)
         return model
     except LIBRARY_ERRORS as error:

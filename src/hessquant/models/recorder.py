@@ -13,7 +13,7 @@ from hessquant.models.naming import Located, Naming, Stack
 from hessquant.models.routing import Routers, has_choice
 from hessquant.models.siblings import in_order, pattern, unreached
 from hessquant.models.siblings import numbers as siblings_numbers
-from hessquant.models.watch import Product, Watch
+from hessquant.models.watch import Product, Together, Watch
 from hessquant.records import Location
 
 
@@ -87,9 +87,10 @@ class Recorder:
         self._siblings: dict[str, str] = {}
         self._open_patterns: set[str] = set()
         self._order: dict[str, int] = {}
+        self._counts: dict[int, int] = {}
         self.feeds_attention = FeedsAttention()
         self.routers = Routers()
-        self.watch = Watch(self._parameters, self._observe)
+        self.watch = Together(Watch(self._parameters, self._observe), self.feeds_attention.watch, self.routers.watch)
         for name, module in model.named_modules():
             module.register_forward_pre_hook(
                 lambda _, args, kwargs, name=name: self._enter(name, args, kwargs), with_kwargs=True
@@ -185,7 +186,6 @@ class Recorder:
         # In the order of the forward pass, so that the first of them is where inputs are first seen.
         locations = tuple(sorted(entry.locations, key=lambda location: self._order[location.parameter]))
         calls = self._seen[locations[0].parameter]
-        pieces = [call.piece for call in calls]
         inputs = {(numbers[location.parameter], location.piece) for location in entry.locations}
         return ProbedProduct(
             name,
@@ -195,12 +195,20 @@ class Recorder:
             entry.transposed,
             len(inputs) == 1,
             min(inputs),
-            max(pieces.count(piece) for piece in set(pieces)),
+            self._most_calls(locations[0].parameter),
             entry.part_of,
             feeds_attention=any(location.parameter in self.feeds_attention.names for location in locations),
             is_router=any(location.parameter in self.routers.names for location in locations),
             may_be_skipped=pattern(locations[0].parameter) in self._open_patterns,
         )
+
+    def _most_calls(self, parameter: str) -> int:
+        """How often the matrix of a parameter is multiplied that is multiplied most often."""
+        # Siblings share the list of calls of one of them, and the matrices of a stack are thousands.
+        calls = self._seen[parameter]
+        if id(calls) not in self._counts:
+            self._counts[id(calls)] = max(Counter(call.piece for call in calls).values())
+        return self._counts[id(calls)]
 
     def _plain(self, parameter: str, calls: list[Product], number: int) -> ProbedProduct:
         """A parameter that is not multiplied whole, or whose tensors in the checkpoint cannot be followed."""

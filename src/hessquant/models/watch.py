@@ -78,6 +78,19 @@ class Looking(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class Together(Looking):
+    """Looks in several ways at once, which costs less than a mode for each."""
+
+    def __init__(self, *looking: Looking) -> None:
+        super().__init__()
+        self._looking = looking
+
+    def look(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Look in each way, the last first, as modes entered one after another would."""
+        for each in reversed(self._looking):
+            each.look(func, args, kwargs)
+
+
 class Watch(Looking):
     """Calls `observer` with a `Product` before each product with one of `parameters`."""
 
@@ -93,7 +106,9 @@ class Watch(Looking):
         """Look at the factors of a matrix product."""
         positions = _PRODUCTS.get(func)
         if positions is not None:
-            product = self._product(func, positions, args, kwargs)
+            # Asked for in the sight of other modes, each shape and stride would be a call of theirs.
+            with torch._C.DisableTorchFunction():
+                product = self._product(func, positions, args, kwargs)
             if product is not None:
                 self._observer(product)
 
