@@ -11,7 +11,9 @@ from hessquant.config import Config
 from hessquant.core.grid import Grid, GridSpec, QuantizedWeight
 from hessquant.errors import CheckpointError, SourceError
 from hessquant.formats import compressed_tensors as ct
-from hessquant.formats.compressed_tensors_config import describe, read_settings
+from hessquant.formats import compressed_tensors_config
+from hessquant.formats.compressed_tensors_config import read_settings
+from hessquant.formats.described import description_of
 from hessquant.formats.dialect import ModuleSettings, layout_of
 from hessquant.formats.dialects import DIALECTS, dialect_of
 
@@ -119,6 +121,10 @@ def test_values_that_no_server_can_use_are_found():
     found = list(ct.value_faults(parts, stated(4, 16), ct.VARIANT))
     assert "weight_scale has 2 values" in found[0]
     assert "symmetric" in found[1]
+
+
+def describe(plan, *others):
+    return compressed_tensors_config.describe(description_of(plan), *others)
 
 
 def test_the_config_of_a_plain_plan_is_the_documented_one():

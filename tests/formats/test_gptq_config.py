@@ -7,9 +7,11 @@ from transformers import GPTQConfig
 
 from hessquant.config import Config
 from hessquant.errors import SourceError
+from hessquant.formats import gptq_config
+from hessquant.formats.described import description_of
 from hessquant.formats.dialect import ModuleSettings, settings_of
 from hessquant.formats.dialects import DIALECTS
-from hessquant.formats.gptq_config import describe, read_settings
+from hessquant.formats.gptq_config import read_settings
 from hessquant.records import Location, Target, Untouched
 
 SHARED = {
@@ -49,6 +51,10 @@ def make_plan(skipped=(), blocks=2, group_size=32, bits=4, symmetric=True):
                 )
             )
     return plan_of(targets, untouched, names, group_size)
+
+
+def describe(plan, *others):
+    return gptq_config.describe(description_of(plan), *others)
 
 
 def test_the_config_says_exactly_what_the_file_holds():
@@ -128,9 +134,9 @@ def test_names_that_are_part_of_a_skipped_name_are_written_in_full():
 def test_blocks_of_different_kinds_are_all_named():
     plan = make_plan({"model.layers.0.mlp.down_proj"}, blocks=2)
     experts = [
-        dataclasses.replace(target, name=target.name.replace("mlp.", "mlp.experts.0."))
+        dataclasses.replace(target, name=name, locations=(Location(name, 64),))
         for target in plan.targets
-        if target.block == 1
+        if target.block == 1 and (name := target.name.replace("mlp.", "mlp.experts.0."))
     ]
     plan = dataclasses.replace(plan, targets=(*(t for t in plan.targets if t.block == 0), *experts))
     described = describe(plan, Config(), "gptq", "0")
@@ -206,7 +212,9 @@ def test_mixed_settings_are_read_back_module_by_module(describe_as):
         {"layers.1.mlp.down_proj": {"bits": 8, "symmetric": False}, "layers.11.self_attn.o_proj": {"group_size": -1}},
     )
     dialect = DIALECTS[describe_as]
-    read = dialect.read_settings(dialect.describe(plan, None, "pack-quantized" if "-" in describe_as else "gptq", "0"))
+    read = dialect.read_settings(
+        dialect.describe(description_of(plan), None, "pack-quantized" if "-" in describe_as else "gptq", "0")
+    )
     for target in plan.targets:
         assert read.module(target.name.removesuffix(".weight")) == settings_of(target)
     assert read.module("model.layers.0.self_attn.o_proj") is None

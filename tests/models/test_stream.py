@@ -124,6 +124,21 @@ def test_what_does_not_fit_the_class_is_refused_before_a_weight_is_read(change, 
         streamed(directory, lambda name: pytest.fail("a weight was read"))
 
 
+@pytest.mark.parametrize("wrong", [[1], [0, 1]])
+def test_each_block_is_checked_though_they_are_alike(wrong, saved):
+    _, directory = saved
+    state = load_file(directory / "model.safetensors")
+    for layer in wrong:
+        state[f"model.layers.{layer}.mlp.up_proj.weight"] = torch.zeros(5, 64)
+        del state[f"model.layers.{layer}.self_attn.q_proj.weight"]
+    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SourceError) as refused:
+        streamed(directory)
+    for layer in (0, 1):
+        for name in ("mlp.up_proj.weight", "self_attn.q_proj.weight"):
+            assert (f"model.layers.{layer}.{name}" in str(refused.value)) == (layer in wrong)
+
+
 def test_a_model_without_a_class_is_refused(saved):
     _, directory = saved
     config = json.loads((directory / "config.json").read_text())

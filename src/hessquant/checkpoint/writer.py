@@ -18,6 +18,7 @@ from hessquant.config import Config
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError
 from hessquant.files import fsync_directory, replacing
+from hessquant.formats.described import description_of
 from hessquant.formats.dialect import Dialect, module_of, settings_of
 from hessquant.formats.dialects import DIALECTS
 from hessquant.records import Plan, Target, TensorInfo
@@ -68,7 +69,7 @@ def write_checkpoint(
     dialect = DIALECTS[output.format]
     _check_targets(targets, quantized, dialect)
     variant = dialect.choose_variant(quantized[target.name] for target in plan.targets if not target.symmetric)
-    described = dialect.describe(plan, solved_with, variant, version)
+    described = dialect.describe(description_of(plan), solved_with, variant, version)
     shards = plan_shards(_units(source, plan, dialect), output.shard_bytes)
 
     def make(unit: Unit) -> dict[str, Tensor]:

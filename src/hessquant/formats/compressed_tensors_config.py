@@ -7,7 +7,7 @@ from typing import Any
 from hessquant.config import Config
 from hessquant.errors import SourceError
 from hessquant.formats.compressed_tensors import BITS, VARIANT
-from hessquant.formats.described import Description, description_of
+from hessquant.formats.described import Description
 from hessquant.formats.dialect import (
     LARGEST_GROUP,
     ModuleSettings,
@@ -19,21 +19,18 @@ from hessquant.formats.dialect import (
     head_of,
     settings_of,
 )
-from hessquant.records import Plan
 
 _METHOD = "compressed-tensors"
 _HEAD = "lm_head"
 
 
-def describe(plan: Plan, config: Config | None, variant: str, version: str) -> dict[str, Any]:
-    """Describe exactly what a checkpoint written after `plan` holds.
+def describe(description: Description, config: Config | None, variant: str, version: str) -> dict[str, Any]:
+    """Describe exactly what a checkpoint written after a plan holds.
 
     The settings of most modules are those of the class Linear; modules with others are a group of their own, by name.
-
-    Raises:
-        PlanError: If clients know two weights with different settings by one name.
     """
-    common, description = common_settings(plan.targets), description_of(plan)
+    plan = description.plan
+    common = common_settings(plan.targets)
     others = [settings for settings in dict.fromkeys(map(settings_of, plan.targets)) if settings != common]
     # A module takes the first group that names it, so the general one comes last.
     groups = [(_named(description, settings), settings) for settings in others]

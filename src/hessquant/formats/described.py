@@ -44,10 +44,12 @@ class Description:
     """All that a config has to say.
 
     Attributes:
+        plan: What it is about.
         modules: The modules of the checkpoint, and then those that servers make of some.
         any_prefix: Whether readers may begin the names with other words.
     """
 
+    plan: Plan
     modules: tuple[DescribedModule, ...]
     any_prefix: bool
 
@@ -100,7 +102,7 @@ def description_of(plan: Plan) -> Description:
     settings = {name: module.settings for module in known for name in module.known}
     made = _fused(settings, plan.architecture) | _of_experts(settings)
     servers = (DescribedModule((name,), how, is_made=True) for name, how in made.items() if name not in settings)
-    return Description((*known, *servers, *(_untouched_parts(known) if any_prefix else ())), any_prefix)
+    return Description(plan, (*known, *servers, *(_untouched_parts(known) if any_prefix else ())), any_prefix)
 
 
 def _untouched_parts(modules: Iterable[DescribedModule]) -> list[DescribedModule]:

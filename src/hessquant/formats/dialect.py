@@ -111,8 +111,8 @@ class Dialect:
         target_fault: Why a weight of (rows, columns) has no form in it, in one sentence; None if it has one.
         layout: Parts of a weight that has no such fault.
         choose_variant: The most widely read variant that holds these weights.
-        describe: The `quantization_config` for a plan, the config it was solved with (None = not known), a variant
-            and a version of Hessquant.
+        describe: The `quantization_config` for the `Description` of a plan, the config it was solved with (None = not
+            known), a variant and a version of Hessquant.
         read_settings: Anybody's `quantization_config`, read. Raises SourceError where it says nothing that is known.
         pack: The parts of a weight, on the CPU. Raises CheckpointError if it has no place in the variant.
         layout_fault: What is wrong with the parts of one weight as found in a checkpoint; None if nothing is.
@@ -129,7 +129,7 @@ class Dialect:
     target_fault: Callable[[int, int, ModuleSettings], str | None]
     layout: Callable[[int, int, ModuleSettings], Layout]
     choose_variant: Callable[[Iterable[QuantizedWeight]], str]
-    describe: Callable[[Plan, Config | None, str, str], dict[str, Any]]
+    describe: Callable[[Any, Config | None, str, str], dict[str, Any]]
     read_settings: Callable[[Mapping[str, Any]], Settings]
     pack: Callable[[QuantizedWeight, str], dict[str, Tensor]]
     layout_fault: Callable[[Layout, ModuleSettings], str | None]

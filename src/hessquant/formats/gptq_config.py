@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from hessquant.config import Config
 from hessquant.errors import SourceError
-from hessquant.formats.described import Description, description_of
+from hessquant.formats.described import Description
 from hessquant.formats.dialect import (
     LARGEST_GROUP,
     ModuleSettings,
@@ -20,7 +20,7 @@ from hessquant.formats.dialect import (
     module_of,
 )
 from hessquant.formats.gptq import BITS, CheckpointFormat
-from hessquant.records import Plan, Target
+from hessquant.records import Target
 
 _OPTIMUM_BLOCKS = (
     *("transformer.h", "model.decoder.layers", "gpt_neox.layers", "model.layers", "model.language_model.layers", "h"),
@@ -29,13 +29,10 @@ _OPTIMUM_BLOCKS = (
 """Where optimum 2.3 (`gptq/constants.py`) looks for blocks; others have to be named."""
 
 
-def describe(plan: Plan, config: Config | None, checkpoint_format: str, version: str) -> dict[str, Any]:
-    """Describe exactly what a checkpoint written after `plan` holds; no paths, no calibration text.
-
-    Raises:
-        PlanError: If clients know two weights with different settings by one name.
-    """
-    common, description = common_settings(plan.targets), description_of(plan)
+def describe(description: Description, config: Config | None, checkpoint_format: str, version: str) -> dict[str, Any]:
+    """Describe exactly what a checkpoint written after a plan holds; no paths, no calibration text."""
+    plan = description.plan
+    common = common_settings(plan.targets)
     described: dict[str, Any] = {
         "quant_method": "gptq",
         "bits": common.bits,
@@ -59,8 +56,8 @@ def describe(plan: Plan, config: Config | None, checkpoint_format: str, version:
         described["dynamic"] = dynamic
     # vLLM, SGLang and GPTQModel read `dynamic`, optimum (for transformers) only the list; vLLM reads both, and looks
     # at the tensors themselves where there is no list.
-    if _is_parted(plan, description):
-        described["modules_in_block_to_quantize"] = _quantized_names(plan, description)
+    if _is_parted(description):
+        described["modules_in_block_to_quantize"] = _quantized_names(description)
     (blocks, *_) = {block.rpartition(".")[0] for block in plan.blocks}
     if not blocks.startswith(_OPTIMUM_BLOCKS):
         described["block_name_to_quantize"] = blocks
@@ -93,7 +90,9 @@ def read_settings(described: Mapping[str, Any]) -> Settings:
         return next((settings for pattern, settings in overrides if pattern.match(name)), default)
 
     def by_part_of_name(name: str) -> Stated:
-        return by_pattern(name) if listed is None or any(part in name for part in listed) else None
+        # Mostly it is the end of the name, which is the faster question.
+        is_listed = listed is None or name.endswith(listed) or any(part in name for part in listed)
+        return by_pattern(name) if is_listed else None
 
     def by_end_of_name(name: str) -> Stated:
         return by_pattern(name) if listed is not None and name.endswith(listed) else None
@@ -155,14 +154,14 @@ def _stated(settings: ModuleSettings) -> dict[str, Any]:
     return {"bits": settings.bits, "group_size": settings.group_size, "sym": settings.symmetric}
 
 
-def _is_parted(plan: Plan, description: Description) -> bool:
+def _is_parted(description: Description) -> bool:
     """Whether something in the blocks that is a module of its own to transformers is left in 16 bit."""
-    blocks = tuple(f"{block}." for block in plan.blocks)
+    blocks = tuple(f"{block}." for block in description.plan.blocks)
     skipped = (module for module in description.modules if module.settings is None and not module.with_all_inside)
     return any(name.startswith(blocks) for module in skipped for name in module.known)
 
 
-def _quantized_names(plan: Plan, description: Description) -> list[list[str]]:
+def _quantized_names(description: Description) -> list[list[str]]:
     """Names of the quantized modules, those that share inputs together.
 
     Readers take a name as part of a module's full name (optimum: its end; vLLM: anywhere in it). Names relative to
@@ -170,6 +169,7 @@ def _quantized_names(plan: Plan, description: Description) -> list[list[str]]:
     block and not in another, or is in another part of the model, or loading renames some; then full names say which is
     meant, those of the checkpoint and those of transformers' model.
     """
+    plan = description.plan
     names = {module.known[0]: module.known for module in description.modules if module.settings is not None}
     groups = _by_input(plan.targets)
     prefixes = {module_of(target.name): f"{block_of(target, plan)}." for target in plan.targets}

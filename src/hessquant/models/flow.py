@@ -12,10 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hessquant.models.watch import works_in_place
+from hessquant.models.watch import tensors_in, works_in_place
 
 Halves = Literal["first and second", "in turn"]
 """How two matrices share the rows of one: the first half of them and the second, or every other row."""
@@ -83,7 +82,7 @@ class Flow(TorchFunctionMode):
         """Call the function, and follow what its inputs came from into what it gives."""
         kwargs = kwargs or {}
         weight, self._multiplied = self._multiplied, ""
-        origins = self._origins_of(tree_leaves((args, kwargs)))
+        origins = self._origins_of(tensors_in(args, kwargs))
         if weight:
             self._carried |= origins
             origins = frozenset({weight})
@@ -92,16 +91,16 @@ class Flow(TorchFunctionMode):
         elif len(origins) == 1:
             self._divide(func, args, kwargs, *origins)
         result = func(*args, **kwargs)
-        changed = args[0] if args and works_in_place(func) else None
         if origins:
-            for tensor in (*tree_leaves(result), changed):
-                if isinstance(tensor, Tensor) and tensor.is_floating_point():
+            changed = (args[0],) if args and works_in_place(func) else ()
+            for tensor in tensors_in((result, *changed), {}):
+                if tensor.is_floating_point():
                     self._origins[tensor] = origins
         return result
 
-    def _origins_of(self, leaves: Iterable[Any]) -> frozenset[str]:
-        tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
-        return _NOTHING.union(*(self._origins[tensor] for tensor in tensors if tensor in self._origins))
+    def _origins_of(self, tensors: Iterable[Tensor]) -> frozenset[str]:
+        known = [origins for tensor in tensors if (origins := self._origins.get(tensor))]  # type: ignore[no-untyped-call]
+        return known[0] if len(known) == 1 else _NOTHING.union(*known)
 
     def _choose(self, candidates: Any, origins: frozenset[str]) -> None:
         self._chosen |= origins

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -27,10 +29,16 @@ from transformers.core_model_loading import (
 from hessquant.models.expert_names import expert_matrices
 from hessquant.models.flow import Halves
 from hessquant.models.library import LIBRARY_ERRORS, quiet
+from hessquant.models.siblings import block_of
 from hessquant.records import Location
 
 _MOST_RUNS = 1024
 """Of more runs of rows than heads have, no matrix is made; each costs a copy whenever the matrix is looked at."""
+
+_MOST_ROWS = 1 << 22
+"""Rows whose numbers are in memory at once, and those of one more block."""
+
+Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -123,14 +131,52 @@ class Naming:
                 found |= _as_stored(own[0], name, stack)
             else:
                 converted[name] = stack
-        rows = _RowNumbers(converted)
-        for name, numbers in self._reverted(rows.numbered()).items():
-            own = [tensor for parameter in rows.parameters(numbers) for tensor in keys.get(parameter, [])]
+        names = set[str]()
+        for batch in self._batches(converted):
+            rows = _RowNumbers(batch)
+            reverted = self._reverted(rows.numbered())
+            if not names.isdisjoint(reverted):  # a tensor made of what is in several batches
+                rows = _RowNumbers(converted)
+                return found | self._located(rows, self._reverted(rows.numbered()), stacks, shapes)
+            names |= reverted.keys()
+            found |= self._located(rows, reverted, stacks, shapes)
+        return found
+
+    def _batches(self, stacks: Mapping[str, Stack]) -> list[dict[str, Stack]]:
+        """Whole blocks at a time, as far as one renaming does not depend on another: all rows of a model are too many.
+
+        Nor is each block on its own, since each batch costs a look at the conversions.
+        """
+        if any(hasattr(entry, "_active") for entry in self._renamings):
+            return [dict(stacks)]
+        blocks: dict[str, dict[str, Stack]] = {}
+        for name, stack in stacks.items():
+            blocks.setdefault(block_of(name), {})[name] = stack
+        batches, held = [dict[str, Stack]()], 0
+        for block in blocks.values():
+            if held > _MOST_ROWS:
+                batches, held = [*batches, {}], 0
+            batches[-1] |= block
+            held += sum(stack.pieces * stack.rows for stack in block.values())
+        return batches
+
+    def _located(
+        self,
+        rows: "_RowNumbers",
+        reverted: Mapping[str, Tensor],
+        stacks: Mapping[str, Stack],
+        shapes: Mapping[str, tuple[int, ...]],
+    ) -> dict[str, Located]:
+        keys, found = self.keys, dict[str, Located]()
+        for name, values in reverted.items():
+            numbers: Numbers = values.numpy()
             if numbers.ndim == 2 and name in shapes:
                 found |= rows.located(name, numbers, part_of="")
             elif numbers.ndim == 3:
+                parameters = rows.parameters(numbers)
+                own = [tensor for parameter in parameters for tensor in keys.get(parameter, [])]
                 tensor = own[0] if len(own) == 1 else name
-                (parameter, *_) = rows.parameters(numbers)
+                (parameter, *_) = parameters
                 stack = stacks[parameter]
                 if self._keeps(tensor, shapes.get(tensor), self._model.get_parameter(parameter).shape):
                     found |= _as_stored(tensor, parameter, stack)
@@ -177,11 +223,12 @@ class _RowNumbers:
         counts = (stack.pieces * stack.rows for stack in stacks.values())
         self._starts = list(accumulate(counts, initial=0))
         # Rows at which another matrix begins.
-        self._boundaries = {
+        self._boundaries = [
             start + piece * stack.rows
             for stack, start in zip(stacks.values(), self._starts, strict=False)
             for piece in range(stack.pieces)
-        } - {0}
+            if start or piece
+        ]
 
     def numbered(self) -> dict[str, Tensor]:
         """The parameters, with one column, which holds the numbers of the rows."""
@@ -192,22 +239,22 @@ class _RowNumbers:
             state[name] = numbers.view(stack.pieces, *shape) if stack.stacked else numbers.view(shape)
         return state
 
-    def parameters(self, numbers: Tensor) -> list[str]:
+    def parameters(self, numbers: Numbers) -> list[str]:
         """Parameters that the first and the last of these rows belong to."""
-        ends = (int(numbers.min()), int(numbers.max())) if numbers.numel() else ()
+        ends = (int(numbers.min()), int(numbers.max())) if numbers.size else ()
         return list(dict.fromkeys(self._names[bisect_right(self._starts, end) - 1] for end in ends))
 
-    def located(self, name: str, numbers: Tensor, part_of: str) -> dict[str, Located]:
+    def located(self, name: str, numbers: Numbers, part_of: str) -> dict[str, Located]:
         """The matrix that has these rows, under its name; nothing if it is not made of whole rows."""
-        if 1 not in numbers.shape or numbers.numel() < 2:
+        if 1 not in numbers.shape or numbers.size < 2:
             return {}
-        flat = numbers.flatten()
+        flat = numbers.ravel()
         locations = self._strided(flat) or self._runs(flat)
         if not 0 < len(locations) <= _MOST_RUNS:
             return {}
         return {name: Located(locations, len(flat), numbers.shape[0] == 1, part_of)}
 
-    def _strided(self, flat: Tensor) -> tuple[Location, ...]:
+    def _strided(self, flat: Numbers) -> tuple[Location, ...]:
         """As rows of one matrix, or of two in turn, evenly spaced; empty if they are not."""
         for ways in (1, 2):
             parts = [flat[first::ways] for first in range(ways)]
@@ -216,19 +263,19 @@ class _RowNumbers:
                 return tuple(location for location in locations if location is not None)
         return ()
 
-    def _runs(self, flat: Tensor) -> tuple[Location, ...]:
+    def _runs(self, flat: Numbers) -> tuple[Location, ...]:
         """As runs of rows that follow each other in their matrices."""
-        breaks = (flat.diff() != 1).nonzero().flatten() + 1
-        inside = [index for index, number in enumerate(flat.tolist()) if number in self._boundaries]
-        cuts = sorted({0, len(flat), *breaks.tolist(), *inside})
+        breaks = np.flatnonzero(np.diff(flat) != 1) + 1
+        inside = np.flatnonzero(np.isin(flat, self._boundaries))
+        cuts = sorted({0, len(flat), *breaks.tolist(), *inside.tolist()})
         locations = [self._location(flat[start:stop], start, 1) for start, stop in pairwise(cuts)]
         return tuple(location for location in locations if location is not None) if all(locations) else ()
 
-    def _location(self, flat: Tensor, to_row: int, to_step: int) -> Location | None:
+    def _location(self, flat: Numbers, to_row: int, to_step: int) -> Location | None:
         """Where evenly spaced rows of one matrix are; None if they are not that."""
         first, last = int(flat[0]), int(flat[-1])
         step = int(flat[1]) - first if len(flat) > 1 else 1
-        if step < 1 or not torch.equal(flat, torch.arange(first, first + step * len(flat), step)):
+        if step < 1 or bool((np.diff(flat) != step).any()):
             return None
         index = bisect_right(self._starts, first) - 1
         name = self._names[index]

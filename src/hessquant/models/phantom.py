@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
-from hessquant.models.watch import storage_key, works_in_place
+from hessquant.models.watch import storage_key, tensors_in, works_in_place
+
+_CPU = torch.device("cpu")
 
 
 def give_phantoms(model: nn.Module) -> None:
@@ -25,9 +27,10 @@ def give_phantoms(model: nn.Module) -> None:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) not in phantoms:
-                with mode:
-                    values = torch.empty(parameter.shape, dtype=parameter.dtype)
-                    phantoms[id(parameter)] = nn.Parameter(values, requires_grad=False)
+                twin = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                phantom = nn.Parameter(FakeTensor(mode, twin, _CPU), requires_grad=False)
+                phantom.twin = twin  # type: ignore[attr-defined]
+                phantoms[id(parameter)] = phantom
             setattr(module, name, phantoms[id(parameter)])
         # Some modules move themselves to another dtype as they run; a phantom cannot be moved, and need not be.
         module._apply = MethodType(_stay, module)  # type: ignore[method-assign]
@@ -53,10 +56,15 @@ class PhantomArithmetic(TorchFunctionMode):
     ) -> Any:
         """Run a function; its results are real if any of its tensors is."""
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = tensors_in(args, kwargs)
         phantoms = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
         if not phantoms:
             return func(*args, **kwargs)
+        if func is torch.nn.functional.linear and len(args) > 1 and _is_product(*args[:2]):
+            # What fake tensors would come to, in a fraction of the time.
+            return self._drawn((*args[0].shape[:-1], args[1].shape[0]), args[0].dtype)
+        if func is torch.Tensor.__getitem__ and hasattr(args[0], "twin") and _is_number(args[1]):
+            return FakeTensor(args[0].fake_mode, args[0].twin[int(args[1])], _CPU)  # one expert's matrix
         if func in _SCALARS:
             return _SCALARS[func]
         result = func(*args, **kwargs)
@@ -71,9 +79,12 @@ class PhantomArithmetic(TorchFunctionMode):
         # A view of a phantom, such as one expert's slice, stays what it is.
         if not isinstance(leaf, FakeTensor) or storage_key(leaf) in storages:
             return leaf
-        values = torch.randn(tuple(leaf.shape), generator=self._generator)
-        fractional = leaf.dtype.is_floating_point or leaf.dtype.is_complex
-        return (values if fractional else values.trunc()).to(leaf.dtype)
+        return self._drawn(tuple(leaf.shape), leaf.dtype)
+
+    def _drawn(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        values = torch.randn(shape, generator=self._generator)
+        fractional = dtype.is_floating_point or dtype.is_complex
+        return (values if fractional else values.trunc()).to(dtype)
 
 
 # A phantom number has to be some number.
@@ -83,3 +94,21 @@ _SCALARS: dict[Any, Any] = {
     torch.Tensor.__int__: 1,
     torch.Tensor.__bool__: True,
 }
+
+
+def _is_product(inputs: Tensor, weight: Tensor) -> bool:
+    """Whether these are real inputs and a phantom weight of a linear layer that fit each other."""
+    return (
+        not isinstance(inputs, FakeTensor)
+        and isinstance(weight, FakeTensor)
+        and weight.ndim == 2
+        and inputs.ndim > 0
+        and inputs.shape[-1] == weight.shape[1]
+        and inputs.dtype == weight.dtype
+    )
+
+
+def _is_number(index: Any) -> bool:
+    if isinstance(index, Tensor):
+        return not isinstance(index, FakeTensor) and index.ndim == 0 and index.dtype in (torch.int64, torch.int32)
+    return type(index) is int

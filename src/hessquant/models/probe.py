@@ -3,7 +3,8 @@
 The weights are phantoms, which have shapes and storages but no memory, so a 70B config takes seconds.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -16,18 +17,18 @@ from hessquant.errors import CaptureError, PlanError, SourceError
 from hessquant.models.blocks import find_blocks
 from hessquant.models.library import (
     LIBRARY_ERRORS,
-    from_config,
-    parameters_on_meta,
     predicts_next_token,
     quiet,
     reason,
     run_model,
+    uncollected,
 )
 from hessquant.models.naming import Naming
 from hessquant.models.phantom import PhantomArithmetic, give_phantoms
 from hessquant.models.recorder import ProbedProduct, Recorder
 from hessquant.models.source import ModelSource
 from hessquant.models.stand_ins import record_calls
+from hessquant.models.weightless import build_weightless
 from hessquant.records import TensorInfo
 
 Role = Literal["embedding", "head", "weight"]
@@ -100,6 +101,7 @@ class Probe:
         return key if key in self.parameters else ""
 
 
+@uncollected()
 def probe(
     source: ModelSource,
     config: PreTrainedConfig,
@@ -121,12 +123,12 @@ def probe(
         SourceError: If no model can be built of the config.
         PlanError: If the model's blocks cannot be found, or its forward pass fails.
     """
-    with quiet(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with quiet(), torch.no_grad(), torch.random.fork_rng(devices=[]), _one_thread():
         model = _build(source, config, trust_remote_code)
         lists = find_blocks(model)
         recorder = Recorder(model)
         inputs = _made_up(config) if inputs is None else inputs
-        with PhantomArithmetic(), recorder.flow, recorder.watch, recorder.feeds_attention.watch:
+        with PhantomArithmetic(), recorder.flow, recorder.watch:
             _run(model, inputs, source.name)
         others = [block for blocks in lists[1:] for block in blocks]
         used = [block for block in others if recorder.reaches(block)]
@@ -152,10 +154,20 @@ def probe(
     )
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Inside, torch computes with one thread: a few made-up tokens are too little for more, which would only wait."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _build(source: ModelSource, config: PreTrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
     try:
-        with parameters_on_meta():
-            model = from_config(config, trust_remote_code=trust_remote_code)
+        model = build_weightless(config, trust_remote_code=trust_remote_code)
         give_phantoms(model)
         return model
     except LIBRARY_ERRORS as error:

@@ -14,7 +14,7 @@ from hessquant.models.naming import Located, Naming, Stack
 from hessquant.models.routing import has_choice
 from hessquant.models.siblings import in_order, pattern, unreached
 from hessquant.models.siblings import numbers as siblings_numbers
-from hessquant.models.watch import Product, Watch
+from hessquant.models.watch import Product, Together, Watch
 from hessquant.records import Location
 
 
@@ -92,9 +92,11 @@ class Recorder:
         self._siblings: dict[str, str] = {}
         self._open_patterns: set[str] = set()
         self._order: dict[str, int] = {}
+        self._counts: dict[int, int] = {}
         self.feeds_attention = FeedsAttention()
         self.flow = Flow()
-        self.watch = Watch(self._parameters, self._observe)
+        self._choosers: dict[str, Chooser] = {}
+        self.watch = Together(Watch(self._parameters, self._observe), self.feeds_attention.watch)
         for name, module in model.named_modules():
             module.register_forward_pre_hook(
                 lambda _, args, kwargs, name=name: self._enter(name, args, kwargs), with_kwargs=True
@@ -156,6 +158,7 @@ class Recorder:
         self._order = {name: index for index, name in enumerate(order)}
         self._siblings, self._open_patterns = siblings, set(map(pattern, siblings))
         self._seen = {name: self._seen[siblings.get(name, name)] for name in order}
+        self._choosers = self.flow.choosers
         stacks = {
             name: Stack(
                 calls[0].pieces,
@@ -202,7 +205,6 @@ class Recorder:
         # In the order of the forward pass, so that the first of them is where inputs are first seen.
         locations = tuple(sorted(entry.locations, key=lambda location: self._order[location.parameter]))
         calls = self._seen[locations[0].parameter]
-        choosers = self.flow.choosers
         inputs = {(numbers[location.parameter], location.piece) for location in entry.locations}
         return ProbedProduct(
             name,
@@ -212,13 +214,21 @@ class Recorder:
             entry.transposed,
             len(inputs) == 1,
             min(inputs),
-            _most_calls(calls),
+            self._most_calls(locations[0].parameter),
             entry.part_of,
             entry.part_rows,
             feeds_attention=any(location.parameter in self.feeds_attention.names for location in locations),
-            chooses=next((choosers[at.parameter] for at in locations if at.parameter in choosers), None),
+            chooses=next((self._choosers[at.parameter] for at in locations if at.parameter in self._choosers), None),
             may_be_skipped=pattern(locations[0].parameter) in self._open_patterns,
         )
+
+    def _most_calls(self, parameter: str) -> int:
+        """How often the matrix of a parameter is multiplied that is multiplied most often."""
+        # Siblings share the list of calls of one of them, and the matrices of a stack are thousands.
+        calls = self._seen[parameter]
+        if id(calls) not in self._counts:
+            self._counts[id(calls)] = max(Counter(call.piece for call in calls).values())
+        return self._counts[id(calls)]
 
     def _plain(self, parameter: str, calls: list[Product], number: int) -> ProbedProduct:
         """A parameter that is not multiplied whole, or whose tensors in the checkpoint cannot be followed."""
@@ -239,7 +249,7 @@ class Recorder:
     def _fault(self, name: str, calls: list[Product]) -> str:
         """Why a parameter's products cannot be followed, but for what is multiplied; empty if they can."""
         owner = self._siblings.get(name, name).rpartition(".")[0]
-        if self._parameters[name].ndim == 3 and self._calls[owner] > _most_calls(calls):
+        if self._parameters[name].ndim == 3 and self._calls[owner] > self._most_calls(name):
             return f"held by {owner}, which is called {self._calls[owner]} times for a part of it each"
         return next((call.fault for call in calls if call.fault), "")
 
@@ -247,11 +257,6 @@ class Recorder:
         """Whether every product is with matrices of one shape that make up the parameter, on the same side."""
         shape = {(call.rows, call.columns, call.transposed, call.pieces) for call in calls}
         return len(shape) == 1 and calls[0].pieces > 0
-
-
-def _most_calls(calls: list[Product]) -> int:
-    """Products of the matrix of a parameter that is multiplied most often."""
-    return Counter(call.piece for call in calls).most_common(1)[0][1]
 
 
 def _position(entry: Located) -> tuple[int, int]:

@@ -10,6 +10,16 @@ from collections.abc import Collection, Mapping, Sequence
 _NUMBER = re.compile(r"(\d+)")
 
 
+def block_of(name: str) -> str:
+    """A name up to its first number, the block's; empty if it has none.
+
+    >>> block_of("blocks.1.mlp.experts.12.up.weight"), block_of("embedding.weight")
+    ('blocks.1', '')
+    """
+    found = _NUMBER.search(name)
+    return "" if found is None else name[: found.end()]
+
+
 def pattern(name: str) -> str:
     """A parameter's name with all numbers but the first, the block's, left open.
 

@@ -4,8 +4,10 @@ The model is built without weights. Those of a part are read and converted by tr
 knows how checkpoint names and layouts map to a class, and are dropped when the part has done its work.
 """
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,18 +17,23 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
 from hessquant.errors import SourceError
-from hessquant.models.library import LIBRARY_ERRORS, from_config, parameters_on_meta, quiet, reason
+from hessquant.models.library import LIBRARY_ERRORS, quiet, reason, uncollected
 from hessquant.models.load import check_outcome
 from hessquant.models.naming import Naming
+from hessquant.models.siblings import block_of
 from hessquant.models.source import ModelSource, load_config
+from hessquant.models.weightless import build_weightless
 from hessquant.records import TensorInfo
+
+_NUMBER = re.compile(r"\d+")
 
 
 class StreamedModel:
     """A model in float32 and eval mode, with its weights on the meta device.
 
     Attributes:
-        model: The model. Its buffers are real; a parameter is real inside `in_memory` for it.
+        model: The model. A parameter is real inside `in_memory` for it, a buffer that the checkpoint holds from then
+            on, and every other buffer always.
 
     Args:
         source: The model; its config is read.
@@ -38,6 +45,7 @@ class StreamedModel:
         SourceError: If the model cannot be built, or tensors are missing or of another shape.
     """
 
+    @uncollected()
     def __init__(
         self,
         source: ModelSource,
@@ -49,8 +57,8 @@ class StreamedModel:
         self._name, self._read = source.name, read
         with quiet():
             try:
-                with parameters_on_meta(), torch.random.fork_rng(devices=[]):
-                    self.model: PreTrainedModel = from_config(
+                with torch.random.fork_rng(devices=[]):
+                    self.model: PreTrainedModel = build_weightless(
                         load_config(source, trust_remote_code=trust_remote_code), trust_remote_code=trust_remote_code
                     )
                 naming = Naming(self.model, tensors)
@@ -107,7 +115,38 @@ class StreamedModel:
                 self._set(key, self._meta[key])
 
     def _check(self, tensors: Mapping[str, TensorInfo]) -> None:
-        """Load everything once without its values, to know that names and shapes fit."""
+        """Load everything once without its values, to know that names and shapes fit.
+
+        Of blocks that agree in all names and shapes one stands for all, unless something is wrong with it.
+        """
+        alike = self._alike(tensors)
+        first = {tensor for blocks in alike for tensor in blocks[0].tensors}
+        outcome = self._outcome_of({name: info for name, info in tensors.items() if name in first})
+        outcome["missing_keys"] -= {key for _, *others in alike for block in others for key in block.keys}
+        if any(outcome.values()) and any(len(blocks) > 1 for blocks in alike):
+            outcome = self._outcome_of(tensors)
+        check_outcome(self._name, outcome)
+        for key, value in self.model.state_dict().items():
+            if key in self._tensors_of and key not in self._meta:
+                self._set(key, value.to("meta"))
+
+    def _alike(self, tensors: Mapping[str, TensorInfo]) -> list[list["_Part"]]:
+        """The parts of the model, those together that differ in the number of their block only."""
+        parts: dict[str, _Part] = {}
+        for key, value in self.model.state_dict().items():
+            part = parts.setdefault(block_of(key), _Part([], [], []))
+            part.keys.append(key)
+            part.signature.append((_NUMBER.sub("#", key, count=1), tuple(value.shape)))
+            for name in self._tensors_of.get(key, ()):
+                part.tensors.append(name)
+                part.signature.append((_NUMBER.sub("#", name, count=1), tensors[name].shape))
+        alike: dict[tuple[Any, ...], list[_Part]] = {}
+        for part in parts.values():
+            alike.setdefault(tuple(part.signature), []).append(part)
+        return list(alike.values())
+
+    def _outcome_of(self, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+        """What loading these without values comes to."""
         try:
             outcome = self._fill(
                 {name: torch.empty(info.shape, device="meta") for name, info in tensors.items()}, device="meta"
@@ -116,8 +155,7 @@ class StreamedModel:
             for key, parameter in self._meta.items():
                 self._set(key, parameter)
         missing = outcome["missing_keys"]
-        absent = {key for key in missing if all(alias in missing for alias in self._names_of(key))}
-        check_outcome(self._name, {**outcome, "missing_keys": absent})
+        return {**outcome, "missing_keys": {key for key in missing if all(a in missing for a in self._names_of(key))}}
 
     def _fill(self, state: Mapping[str, Any], device: str = "cpu") -> dict[str, Any]:
         config = LoadStateDictConfig(dtype=torch.float32, weight_mapping=self._mapping, device_map={"": device})
@@ -162,9 +200,24 @@ class StreamedModel:
     def _parameter(self, key: str) -> nn.Parameter:
         return self.model.get_parameter(key)
 
-    def _set(self, key: str, parameter: nn.Parameter) -> None:
+    def _set(self, key: str, value: Tensor) -> None:
         module, _, leaf = key.rpartition(".")
-        setattr(self.model.get_submodule(module), leaf, parameter)
+        setattr(self.model.get_submodule(module), leaf, value)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A block, or what is outside all of them.
+
+    Attributes:
+        keys: Its state-dict keys.
+        tensors: The checkpoint's tensors for them.
+        signature: Names, without the block's number, and shapes of both.
+    """
+
+    keys: list[str]
+    tensors: list[str]
+    signature: list[tuple[str, tuple[int, ...]]]
 
 
 class _Lazy:

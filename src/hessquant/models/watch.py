@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 # Positions of the two factors of a matrix product. `linear` alone multiplies by the transpose.
 _PRODUCTS: dict[Any, tuple[int, int]] = {
@@ -80,6 +81,19 @@ class Looking(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class Together(Looking):
+    """Looks in several ways at once, which costs less than a mode for each."""
+
+    def __init__(self, *looking: Looking) -> None:
+        super().__init__()
+        self._looking = looking
+
+    def look(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Look in each way, the last first, as modes entered one after another would."""
+        for each in reversed(self._looking):
+            each.look(func, args, kwargs)
+
+
 class Watch(Looking):
     """Calls `observer` with a `Product` before each product with one of `parameters`."""
 
@@ -95,7 +109,9 @@ class Watch(Looking):
         """Look at the factors of a matrix product."""
         positions = _PRODUCTS.get(func)
         if positions is not None:
-            product = self._product(func, positions, args, kwargs)
+            # Asked for in the sight of other modes, each shape and stride would be a call of theirs.
+            with torch._C.DisableTorchFunction():
+                product = self._product(func, positions, args, kwargs)
             if product is not None:
                 self._observer(product)
 
@@ -218,6 +234,17 @@ def _argument(func: Callable[..., Any], position: int, args: Sequence[Any], kwar
 def _is_swapped(factor: Tensor, parameter: Tensor) -> bool:
     """Whether the last two dimensions of `factor` are the parameter's in reverse; strides tell even when square."""
     return factor.ndim >= 2 and factor.stride()[-2:] == parameter.stride()[-2:][::-1] != parameter.stride()[-2:]
+
+
+def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors among a function's arguments, those in lists and mappings too."""
+    found: list[Tensor] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple | dict):
+            found += (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    return found
 
 
 def works_in_place(func: Callable[..., Any]) -> bool:

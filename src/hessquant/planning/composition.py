@@ -1,8 +1,8 @@
 """What clients make of a model as a whole: fused sets, experts, heads, and modules that they build unquantized."""
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from hessquant.formats.dialect import common_settings, settings_of
@@ -16,6 +16,9 @@ Opens = Literal["yes", "no", "unknown"]
 
 _EXPERT = re.compile(r"(.*\bexperts)\.\d+\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
 """Names that loaders have for the matrices of experts (vLLM 0.32.0, fused_moe/routed_experts.py; SGLang likewise)."""
+
+_NUMBERS = re.compile(r"\d+")
+_FIRST_NUMBER = re.compile(r"(\D*)(\d+)")
 
 
 class Finding(NamedTuple):
@@ -43,6 +46,35 @@ class Surroundings:
     def is_covered(self, evidence: Evidence) -> bool:
         """Whether something that is known is known of this model."""
         return self.counts_as_run or evidence.covers(self.architecture)
+
+
+def unlike_blocks(targets: Iterable[Target], model: Surroundings) -> tuple[list[Target], Surroundings]:
+    """The weights of one block of each kind, with what stays in 16 bit there; a large model has a hundred alike."""
+    blocks: dict[tuple[str, ...], list[Target]] = {}
+    left: dict[tuple[str, ...], list[str]] = {}
+    for target in targets:
+        blocks.setdefault(_block_of(target.name), []).append(target)
+    for name in model.left:
+        left.setdefault(_block_of(name), []).append(name)
+    kinds = {
+        (
+            key[0],
+            tuple((t.name[len("".join(key)) :], t.rows, t.columns, t.transposed, settings_of(t)) for t in members),
+            tuple(sorted(name[len("".join(key)) :] for name in left.get(key, ()))),
+        ): key
+        for key, members in reversed(blocks.items())
+    }
+    kept = set(kinds.values()) | (left.keys() - blocks.keys())
+    return (
+        [target for key, members in blocks.items() if key in kept for target in members],
+        replace(model, left=frozenset(name for key in kept & left.keys() for name in left[key])),
+    )
+
+
+def _block_of(name: str) -> tuple[str, ...]:
+    """The beginning of a name, up to the first number, and that."""
+    found = _FIRST_NUMBER.match(name)
+    return found.groups() if found else (name,)
 
 
 UNSAID = Surroundings()
@@ -94,10 +126,12 @@ def _uneven_sets(rule: Rule, targets: Sequence[Target], model: Surroundings) -> 
 def _built_unquantized(
     rule: Rule, targets: Sequence[Target], blocks: Sequence[str], model: Surroundings
 ) -> Iterator[Finding]:
+    # One name for all that differ in numbers only: of experts there are thousands.
+    kinds = {_NUMBERS.sub("0", target.name): target.name for target in reversed(targets)} if rule.unquantized else {}
     for module in rule.unquantized:
         if model.architecture.startswith(module.but or (" ",)):
             continue
-        taken = next((target.name for target in targets if matches(module.pattern, target.name)), None)
+        taken = next((name for kind, name in kinds.items() if matches(module.pattern, kind)), None)
         if taken is not None:
             reason = f"builds {weight_pattern(taken, blocks)} without quantization, so it cannot load it quantized"
             yield Finding("no", reason, "documented")

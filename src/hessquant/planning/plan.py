@@ -178,8 +178,9 @@ def _refuse_misread(plan: Plan, config: Config) -> None:
     dialect = DIALECTS.get(config.format)
     if dialect is None:
         return
-    described = dialect.describe(plan, None, dialect.variants[0], "")
-    fault = next(misread(description_of(plan), dialect.read_settings(described)), None)
+    description = description_of(plan)
+    described = dialect.describe(description, None, dialect.variants[0], "")
+    fault = next(misread(description, dialect.read_settings(described)), None)
     if fault is not None:
         raise PlanError(f"the {config.format} format has no words for this plan: {fault}; leave that weight out")
 

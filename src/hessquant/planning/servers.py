@@ -5,7 +5,15 @@ from dataclasses import replace
 from typing import get_args
 
 from hessquant.formats.dialect import settings_of
-from hessquant.planning.composition import UNSAID, Finding, Opens, Surroundings, basis_for, composition_findings
+from hessquant.planning.composition import (
+    UNSAID,
+    Finding,
+    Opens,
+    Surroundings,
+    basis_for,
+    composition_findings,
+    unlike_blocks,
+)
 from hessquant.planning.rule import Basis, Rule, Setting
 from hessquant.planning.server_rules import RULES
 from hessquant.planning.shapes import limiting_weight, tensor_parallel, weight_pattern
@@ -26,7 +34,8 @@ def verdicts(
         blocks: Module names of the blocks, for naming a weight in all of them at once.
         model: What else is known of the model.
     """
-    return tuple(judge(rule, targets, blocks, model) for rule in RULES if rule.format == output_format)
+    kinds, model = unlike_blocks(targets, model)
+    return tuple(judge(rule, kinds, blocks, model) for rule in RULES if rule.format == output_format)
 
 
 def untried(verdict: ServerVerdict) -> ServerVerdict:

@@ -1,6 +1,6 @@
 """`--serve`: the verdict on a client that was named is binding, and a refusal says what to change."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, product
 from typing import get_args
@@ -9,7 +9,7 @@ from hessquant.config import Format
 from hessquant.errors import ServeError
 from hessquant.formats.dialect import settings_of
 from hessquant.formats.outputs import OUTPUTS
-from hessquant.planning.composition import UNSAID, Surroundings
+from hessquant.planning.composition import UNSAID, Surroundings, unlike_blocks
 from hessquant.planning.server_rules import RULES
 from hessquant.planning.servers import judge
 from hessquant.records import ServerVerdict, Target
@@ -59,7 +59,8 @@ def remedies(
     """
     model = replace(model, counts_as_run=True)
     rules = {rule.format: rule for rule in RULES if rule.name == client}
-    targets = _of_unlike_blocks(targets)
+    # Every change is tried on all of them.
+    targets, model = unlike_blocks(targets, model)
     for count in range(1, len(_TRIED) + 2):
         # Of changes of the same kind, only the nearest: `--group-size 32`, and not 64 and 128 as well.
         found: dict[tuple[str, ...], str] = {}
@@ -72,17 +73,6 @@ def remedies(
         if found:
             return list(found.values())[:_REMEDIES_SHOWN]
     return []
-
-
-def _of_unlike_blocks(targets: Iterable[Target]) -> list[Target]:
-    """The targets of one block of each kind; a model has many alike, and every change is tried on all of them."""
-    members: dict[int, list[Target]] = {}
-    for target in targets:
-        members.setdefault(target.block, []).append(target)
-    kinds = {
-        tuple((t.rows, t.columns, t.transposed, settings_of(t)) for t in block): block for block in members.values()
-    }
-    return [target for block in kinds.values() for target in block]
 
 
 def _candidates(output_format: str, targets: Sequence[Target], count: int) -> Iterator[tuple[str, dict[str, int]]]:
