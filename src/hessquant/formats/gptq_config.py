@@ -81,6 +81,7 @@ def read_settings(described: Mapping[str, Any]) -> Settings:
     default = _module_settings(described, "quantization_config")
     overrides = tuple(_override(key, values, described) for key, values in dynamic.items())
     listed = _listed(described.get("modules_in_block_to_quantize"))
+    whole = frozenset(listed or ())
     with_head = bool(described.get("lm_head"))
 
     def by_pattern(name: str) -> Stated:
@@ -90,12 +91,14 @@ def read_settings(described: Mapping[str, Any]) -> Settings:
         return next((settings for pattern, settings in overrides if pattern.match(name)), default)
 
     def by_part_of_name(name: str) -> Stated:
-        # Mostly it is the end of the name, which is the faster question.
-        is_listed = listed is None or name.endswith(listed) or any(part in name for part in listed)
-        return by_pattern(name) if is_listed else None
+        # Most are listed under an end of their names; only for others each entry has to be looked for.
+        if listed is None or _has_end(name, whole) or any(part in name for part in listed):
+            return by_pattern(name)
+        return None
 
     def by_end_of_name(name: str) -> Stated:
-        return by_pattern(name) if listed is not None and name.endswith(listed) else None
+        is_listed = listed is not None and (_has_end(name, whole) or name.endswith(listed))
+        return by_pattern(name) if is_listed else None
 
     readings = [
         Reading("vLLM", by_part_of_name, heads_apart=not with_head),
@@ -103,6 +106,16 @@ def read_settings(described: Mapping[str, Any]) -> Settings:
         *([] if listed is None else [Reading("transformers", by_end_of_name, heads_apart=not with_head)]),
     ]
     return Settings(checkpoint_format, tuple(readings))
+
+
+def _has_end(name: str, ends: frozenset[str]) -> bool:
+    """Whether a name, or what follows one of its dots, is among these."""
+    dot = "."
+    while dot:
+        if name in ends:
+            return True
+        _, dot, name = name.partition(".")
+    return False
 
 
 def _listed(names: Any) -> tuple[str, ...] | None:

@@ -91,16 +91,15 @@ class Flow(TorchFunctionMode):
         elif len(origins) == 1:
             self._divide(func, args, kwargs, *origins)
         result = func(*args, **kwargs)
+        changed = args[0] if args and works_in_place(func) else None
         if origins:
-            changed = (args[0],) if args and works_in_place(func) else ()
-            for tensor in tensors_in((result, *changed), {}):
+            for tensor in tensors_in((result, changed)):
                 if tensor.is_floating_point():
                     self._origins[tensor] = origins
         return result
 
     def _origins_of(self, tensors: Iterable[Tensor]) -> frozenset[str]:
-        known = [origins for tensor in tensors if (origins := self._origins.get(tensor))]  # type: ignore[no-untyped-call]
-        return known[0] if len(known) == 1 else _NOTHING.union(*known)
+        return _NOTHING.union(*(self._origins.get(tensor, _NOTHING) for tensor in tensors))  # type: ignore[no-untyped-call]
 
     def _choose(self, candidates: Any, origins: frozenset[str]) -> None:
         self._chosen |= origins

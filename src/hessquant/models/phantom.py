@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from hessquant.models.watch import storage_key, tensors_in, works_in_place
+from hessquant.models.watch import is_wrapped, storage_key, tensors_in, works_in_place
 
 _CPU = torch.device("cpu")
 
@@ -100,6 +100,7 @@ def _is_product(inputs: Tensor, weight: Tensor) -> bool:
     """Whether these are real inputs and a phantom weight of a linear layer that fit each other."""
     return (
         not isinstance(inputs, FakeTensor)
+        and not is_wrapped(inputs)
         and isinstance(weight, FakeTensor)
         and weight.ndim == 2
         and inputs.ndim > 0
@@ -110,5 +111,6 @@ def _is_product(inputs: Tensor, weight: Tensor) -> bool:
 
 def _is_number(index: Any) -> bool:
     if isinstance(index, Tensor):
-        return not isinstance(index, FakeTensor) and index.ndim == 0 and index.dtype in (torch.int64, torch.int32)
+        real = not isinstance(index, FakeTensor) and not is_wrapped(index)
+        return real and index.ndim == 0 and index.dtype in (torch.int64, torch.int32)
     return type(index) is int

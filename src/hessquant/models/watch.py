@@ -33,6 +33,10 @@ _PRODUCTS: dict[Any, tuple[int, int]] = {
     torch.Tensor.baddbmm: (1, 2),
 }
 
+# What most arguments are that hold no tensor.
+_SCALARS = (int, float, str, slice, torch.dtype, torch.device)
+_NO_KWARGS: Mapping[str, Any] = {}
+
 
 @dataclass(frozen=True)
 class Product:
@@ -188,6 +192,17 @@ def _product_of(
     )
 
 
+def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any] = _NO_KWARGS) -> list[Tensor]:
+    """The tensors among arguments, and inside their lists, tuples and mappings."""
+    found: list[Tensor] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif value is not None and not isinstance(value, _SCALARS):
+            found += (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    return found
+
+
 def is_wrapped(tensor: Tensor) -> bool:
     """Whether a tensor is what a transform of functions, such as `torch.vmap`, shows in the place of another."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
@@ -234,17 +249,6 @@ def _argument(func: Callable[..., Any], position: int, args: Sequence[Any], kwar
 def _is_swapped(factor: Tensor, parameter: Tensor) -> bool:
     """Whether the last two dimensions of `factor` are the parameter's in reverse; strides tell even when square."""
     return factor.ndim >= 2 and factor.stride()[-2:] == parameter.stride()[-2:][::-1] != parameter.stride()[-2:]
-
-
-def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors among a function's arguments, those in lists and mappings too."""
-    found: list[Tensor] = []
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple | dict):
-            found += (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-    return found
 
 
 def works_in_place(func: Callable[..., Any]) -> bool:

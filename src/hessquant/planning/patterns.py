@@ -1,8 +1,10 @@
 """Patterns of weight names, as `include` and `exclude` take them."""
 
 import difflib
+import re
 from collections.abc import Collection, Iterable
-from fnmatch import fnmatchcase
+from fnmatch import translate
+from functools import lru_cache
 
 from hessquant.errors import PatternError
 
@@ -17,11 +19,13 @@ def matches(pattern: str, name: str) -> bool:
     >>> matches("proj", "model.layers.3.mlp.down_proj.weight")
     False
     """
-    return any(
-        fnmatchcase(spelling, glob)
-        for spelling in (name, name.removesuffix(".weight"))
-        for glob in (pattern, f"*.{pattern}")
-    )
+    compiled = _compiled(pattern)
+    return bool(compiled.match(name) or (name.endswith(".weight") and compiled.match(name.removesuffix(".weight"))))
+
+
+@lru_cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile("|".join(map(translate, (pattern, f"*.{pattern}"))))
 
 
 def match_all(kind: str, patterns: Iterable[str], names: Collection[str]) -> dict[str, frozenset[str]]:

@@ -15,6 +15,7 @@ from hessquant.formats.dialect import ModuleSettings, PackedWeight, settings_of
 from hessquant.formats.dialects import DIALECTS
 from hessquant.formats.judge import misread
 from hessquant.formats.outputs import OUTPUTS
+from hessquant.models.library import uncollected
 from hessquant.models.probe import Probe, probe
 from hessquant.models.recorder import ProbedProduct
 from hessquant.models.source import ModelSource, load_config
@@ -37,6 +38,7 @@ _WAY_OUT = (
 )
 
 
+@uncollected()
 def make_plan(
     source: ModelSource,
     tensors: Mapping[str, TensorInfo],
