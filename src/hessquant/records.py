@@ -176,6 +176,8 @@ class Plan:
         memory_bytes: Estimated peak of anonymous memory.
         tensor_parallel: Largest tensor-parallel size (a power of two up to 64) that the shapes allow.
         servers: Verdict per client.
+        window_length: Tokens per calibration window, the default resolved; None where nothing is calibrated.
+        context: Positions that the model has; None where it has no limit, or none that its config says.
     """
 
     source: str
@@ -196,6 +198,8 @@ class Plan:
     memory_bytes: int
     tensor_parallel: int
     servers: tuple[ServerVerdict, ...]
+    window_length: int | None = None
+    context: int | None = None
 
 
 @dataclass(frozen=True)
@@ -226,6 +230,10 @@ class CalibrationRecord:
         tokens: Tokens in them; of a sample without input_ids, the positions of its first input.
         tokens_available: Tokens of all that was read.
         digest: SHA-256 over the token ids and other inputs, so that two runs can be compared.
+        distinct_windows: Windows without those that repeat another; None in reports that did not count them.
+        distinct_tokens: Different token ids in them; None likewise.
+        passages: Runs of 8 tokens in them, each place counted; None likewise.
+        distinct_passages: Different ones among those; None likewise.
     """
 
     source: str
@@ -233,6 +241,10 @@ class CalibrationRecord:
     tokens: int
     tokens_available: int
     digest: str
+    distinct_windows: int | None = None
+    distinct_tokens: int | None = None
+    passages: int | None = None
+    distinct_passages: int | None = None
 
 
 @dataclass(frozen=True)
@@ -262,6 +274,8 @@ class LayerRecord:
         zero_groups: Groups of all-zero weights.
         tiny_groups: Groups whose scale was raised to the smallest the stored dtype holds.
         seconds: Wall time of the solve.
+        effective_rank: Inputs that say something of their own (`core.rank`), at most `columns`; None in reports that
+            did not count them.
     """
 
     name: str
@@ -286,6 +300,7 @@ class LayerRecord:
     zero_groups: int
     tiny_groups: int
     seconds: float
+    effective_rank: int | None = None
 
     @property
     def relative_to_rtn(self) -> float:

@@ -3,7 +3,7 @@
 import copy
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,9 @@ def reason(error: Exception) -> str:
     """What a library's error says, with its kind where the words alone say nothing, as those of `KeyError: 3` do."""
     words = str(error).strip()
     return words if " " in words else f"{type(error).__name__}: {words}".removesuffix(": ")
+
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 @contextmanager
@@ -84,6 +87,25 @@ def _named_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
             if isinstance(found, type) and issubclass(found, PreTrainedModel):
                 return found if isinstance(config, found.config_class or ()) else None
     return None
+
+
+def unknown_inputs(config: PreTrainedConfig, names: Iterable[str], *, trust_remote_code: bool = False) -> list[str]:
+    """Names that a model's forward pass does not take, or takes among others and does nothing with.
+
+    Known are the parameters of `forward`. Where that passes on what it does not name (**kwargs), those that the forward
+    of a model inside it names are known too: a backbone, a tower.
+    """
+    with quiet(), parameters_on_meta():
+        model = from_config(config, trust_remote_code=trust_remote_code)
+    known: set[str] = set()
+    waiting: list[nn.Module] = [model]
+    while waiting:
+        module = waiting.pop()
+        parameters = inspect.signature(module.forward).parameters.values()
+        known.update(parameter.name for parameter in parameters if parameter.kind in _BY_NAME)
+        if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+            waiting += [inner for inner in module.children() if isinstance(inner, PreTrainedModel)]
+    return [name for name in names if name not in known]
 
 
 def predicts_next_token(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> bool:

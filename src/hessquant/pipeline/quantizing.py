@@ -4,7 +4,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from hessquant.pipeline.windows import Calibration
 from hessquant.planning import plan as planning
 from hessquant.planning.size import TOKENS_PER_BATCH
 from hessquant.records import CalibrationRecord, Plan, Progress, RunReport
-from hessquant.run.degraded import degradations
+from hessquant.run.degraded import degradations, text_degradations
 from hessquant.run.heap import map_large_blocks
 from hessquant.run.store import RunStore
 
@@ -80,8 +80,10 @@ def quantize(
     source = resolve(model, trust_remote_code=config.trust_remote_code)
     with CheckpointReader(source.directory) as reader:
         inputs = Calibration(source, calibration, config)
+        inputs.check()
         plan = planning.make_plan(source, reader.tensors, config, inputs=inputs.sample)
         refuse_form(config, reader, source.directory, plan)
+        config = replace(config, window_length=plan.window_length)  # so that the default is the same run as its value
         if on_plan is not None:
             on_plan(plan)
         finished = report_in(out) if is_complete(out) else None
@@ -156,7 +158,7 @@ def _report(
         forwards_per_block=outcome.forwards_per_block,
         resumed_blocks=outcome.resumed_blocks,
         mapped_activation_bytes=outcome.mapped_activation_bytes,
-        degraded=degradations(outcome.records),
+        degraded=(*text_degradations(outcome.records, calibrated), *degradations(outcome.records)),
         seconds=time.perf_counter() - clocks[0],
         cpu_seconds=time.process_time() - clocks[1],
         peak_memory_bytes=peak_memory(),

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -10,6 +11,7 @@ from hessquant.config import Config
 from hessquant.errors import SourceError
 from hessquant.formats.dialect import ModuleSettings, PackedWeight, settings_of
 from hessquant.formats.outputs import OUTPUTS
+from hessquant.models.context import context_of, window_length
 from hessquant.models.probe import Probe, probe
 from hessquant.models.recorder import ProbedProduct
 from hessquant.models.source import ModelSource, load_config
@@ -54,6 +56,8 @@ def make_plan(
     """
     model_config = load_config(source, trust_remote_code=config.trust_remote_code)
     _refuse_quantized(source, model_config)
+    context = context_of(model_config).least
+    config = replace(config, window_length=window_length(config.window_length, context))
     seen = probe(source, model_config, tensors, inputs=inputs, trust_remote_code=config.trust_remote_code)
     _check_stored(source, tensors, seen)
     chosen, reasons = select_targets(seen, tensors, config)
@@ -61,7 +65,8 @@ def make_plan(
     targets = _targets(chosen, seen, settings)
     memory = memory_bytes(seen, targets, config, activation_budget(config))
     refuse_unquantized(tensors, reasons, seen, config)
-    return _plan(source, model_config, seen, tensors, targets, reasons, group_size, memory, config)
+    plan = _plan(source, model_config, seen, tensors, targets, reasons, group_size, memory, config)
+    return replace(plan, window_length=config.window_length, context=context)
 
 
 def plan_export(

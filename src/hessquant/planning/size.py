@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Literal
 
-from hessquant.config import Config
+from hessquant.config import LONGEST_DEFAULT_WINDOW, Config
 from hessquant.memory import available_memory
 from hessquant.models.probe import Probe
 from hessquant.records import Target
@@ -63,13 +63,14 @@ def memory_bytes(probe: Probe, targets: Sequence[Target], config: Config, budget
     and the activations of every calibration token: those that are suspended where each block runs once, else hidden
     states up to the budget, and the activations of one batch.
     """
-    tokens, head = config.num_windows * config.window_length, len(probe.blocks)
+    length = config.window_length or LONGEST_DEFAULT_WINDOW
+    tokens, head = config.num_windows * length, len(probe.blocks)
     inside = [target for target in targets if target.block < head]
     if choose_capture(probe.hidden_size, inside, tokens, config, budget) == "once":
         activations = suspended_bytes(probe.hidden_size, inside, tokens)
     else:
         activations = min(budget, _FLOAT32 * probe.hidden_size * tokens)
-        activations += suspended_bytes(probe.hidden_size, inside, max(TOKENS_PER_BATCH, config.window_length))
+        activations += suspended_bytes(probe.hidden_size, inside, max(TOKENS_PER_BATCH, length))
     weights = Counter[int]()
     outside = 0
     for parameter in {parameter.same_as: parameter for parameter in probe.parameters.values()}.values():
