@@ -19,7 +19,7 @@ import hessquant
 from hessquant.config import Config, Format
 from hessquant.errors import HessquantError, RefusedError
 from hessquant.interrupts import INTERRUPTED, Interrupted, Interrupts
-from hessquant.options import Json, Model, Serve, ShardSize, TrustRemoteCode, parse_size, takes_config
+from hessquant.options import Json, Model, OnceEach, Serve, ShardSize, TrustRemoteCode, parse_size, takes_config
 from hessquant.records import Evaluation, ExportReport, Inspection, Plan, RunReport
 from hessquant.report.json_report import error_json, to_json
 from hessquant.report.progress import make_progress
@@ -94,13 +94,13 @@ def _top(
     """Quantize the weights of a transformer by GPTQ, to a checkpoint that servers open."""
 
 
-@app.command()
+@app.command(cls=OnceEach)
 @takes_config
 def plan(
     model: Model,
     config: Config,
     calibration: Annotated[
-        str, typer.Option(metavar="SOURCE", help="As quantize takes it; read only where a .jsonl file names images.")
+        str, typer.Option(metavar="SOURCE", help="As quantize takes it; of a text only the beginning is read.")
     ] = "builtin",
     as_json: Json = False,
 ) -> int:
@@ -115,7 +115,7 @@ def plan(
     return _DONE
 
 
-@app.command()
+@app.command(cls=OnceEach)
 @takes_config
 def quantize(
     model: Model,
@@ -160,7 +160,7 @@ def quantize(
     return _DONE
 
 
-@app.command()
+@app.command(cls=OnceEach)
 def export(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Quantized checkpoint, of any writer.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory that will hold the result.")],
@@ -193,7 +193,7 @@ def export(
     return _DONE
 
 
-@app.command()
+@app.command(cls=OnceEach)
 def evaluate(
     model: Model,
     against: Annotated[
@@ -203,7 +203,10 @@ def evaluate(
         str | None, typer.Option(metavar="FILE", help="Text to evaluate on; the builtin held-out text by default.")
     ] = None,
     num_windows: Annotated[int | None, typer.Option(min=1, help="Windows to use; all by default.")] = None,
-    window_length: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 2048,
+    window_length: Annotated[
+        int | None,
+        typer.Option(min=2, help="Tokens per window. [default: the smaller of 2048 and the context of both models]"),
+    ] = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> int:
@@ -225,7 +228,7 @@ def evaluate(
     return _DONE
 
 
-@app.command()
+@app.command(cls=OnceEach)
 def inspect(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoint directory.")],
     trust_remote_code: TrustRemoteCode = False,

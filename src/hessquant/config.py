@@ -17,6 +17,9 @@ CLIENTS = ("vllm", "vllm-cpu", "vllm-gpu", "transformers", "sglang", "llama.cpp"
 
 AUTO_GROUP_SIZES = (128, 64, 32)
 
+LONGEST_DEFAULT_WINDOW = 2048
+"""Tokens per window where no length is asked for and the model has that context."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Override:
@@ -65,7 +68,7 @@ class Config:
         damping: Fraction of the mean Hessian diagonal that is added to the diagonal.
         block_size: Columns per lazy block of the sweep.
         num_windows: Calibration windows.
-        window_length: Tokens per calibration window.
+        window_length: Tokens per calibration window; None = the smaller of 2048 and the model's context.
         allow_fewer: Take what there is when the text has too few windows.
         include: Patterns of weight names to quantize besides the default targets.
         exclude: Patterns of weight names to leave alone.
@@ -101,7 +104,7 @@ class Config:
     damping: float = 0.01
     block_size: int = 128
     num_windows: int = 128
-    window_length: int = 2048
+    window_length: int | None = None
     allow_fewer: bool = False
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -138,7 +141,7 @@ class Config:
         for name, count, least in (
             ("block_size", self.block_size, 1),
             ("num_windows", self.num_windows, 1),
-            ("window_length", self.window_length, 1),
+            ("window_length", 1 if self.window_length is None else self.window_length, 1),
             ("shard_bytes", self.shard_bytes, 1),
             ("refinement_rounds", self.refinement_rounds, 0),
             ("activation_memory", self.activation_memory or 0, 0),

@@ -3,10 +3,12 @@
 import functools
 import inspect
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
 from hessquant.config import CLIENTS, CaptureMethod, Config, Experts, Format, Order, Override, Scales, TokenWeights
 from hessquant.errors import ConfigError
@@ -26,6 +28,9 @@ Serve = Annotated[
     ),
 ]
 ShardSize = Annotated[str, typer.Option(metavar="SIZE", help="Largest size of an output file.")]
+WindowLength = Annotated[
+    int | None, typer.Option(help="Tokens per window. [default: the smaller of 2048 and the model's context]")
+]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Let code that comes with MODEL run.")]
 
 
@@ -54,7 +59,7 @@ def build_config(
         int, typer.Option(help="Rounds of descent over scales and codes after the sweep.")
     ] = _DEFAULTS.refinement_rounds,
     num_windows: Annotated[int, typer.Option(help="Calibration windows.")] = _DEFAULTS.num_windows,
-    window_length: Annotated[int, typer.Option(help="Tokens per calibration window.")] = _DEFAULTS.window_length,
+    window_length: WindowLength = _DEFAULTS.window_length,
     allow_fewer: Annotated[
         bool, typer.Option("--allow-fewer", help="Take what there is when the text has too few windows.")
     ] = False,
@@ -147,6 +152,23 @@ def takes_config(command: Callable[..., int]) -> Callable[..., int]:
     )
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
     return run
+
+
+class OnceEach(TyperCommand):
+    """A command that refuses an option given twice, where it takes one value: the second would replace the first."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse as ever, after a look at what is there."""
+        order: list[Any] = self.make_parser(ctx).parse_args(args=list(args))[2]
+        for option, count in Counter(parameter for parameter in order if _takes_one(parameter)).items():
+            if count > 1:
+                advice = "; texts cannot be mixed, join them in one file" if option.name == "calibration" else ""
+                raise typer.BadParameter(f"is given {count} times, and takes one value{advice}", ctx=ctx, param=option)
+        return super().parse_args(ctx, args)
+
+
+def _takes_one(parameter: Any) -> bool:
+    return parameter.param_type_name == "option" and not (parameter.multiple or parameter.is_flag or parameter.count)
 
 
 def parse_size(name: str, text: str) -> int:

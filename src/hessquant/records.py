@@ -209,6 +209,8 @@ class Plan:
         machine_memory: Bytes of memory of the machine, or what its container may have of it; 0 where that does not
             matter.
         remedies: What makes the run fit where `memory_bytes` is more than that; each does by itself.
+        window_length: Tokens per calibration window, the default resolved; None where nothing is calibrated.
+        context: Positions that the model has; None where it has no limit, or none that its config says.
     """
 
     source: str
@@ -235,6 +237,8 @@ class Plan:
     # Of the machine and not of the plan: where it is made does not make it another.
     machine_memory: int = field(default=0, compare=False)
     remedies: tuple[Remedy, ...] = field(default=(), compare=False)
+    window_length: int | None = None
+    context: int | None = None
 
     @property
     def fits(self) -> bool:
@@ -270,6 +274,10 @@ class CalibrationRecord:
         tokens: Tokens in them; of a sample without input_ids, the positions of its first input.
         tokens_available: Tokens of all that was read.
         digest: SHA-256 over the token ids and other inputs, so that two runs can be compared.
+        distinct_windows: Windows without those that repeat another; None in reports that did not count them.
+        distinct_tokens: Different token ids in them; None likewise.
+        passages: Runs of 8 tokens in them, each place counted; None likewise.
+        distinct_passages: Different ones among those; None likewise.
     """
 
     source: str
@@ -277,6 +285,10 @@ class CalibrationRecord:
     tokens: int
     tokens_available: int
     digest: str
+    distinct_windows: int | None = None
+    distinct_tokens: int | None = None
+    passages: int | None = None
+    distinct_passages: int | None = None
 
 
 @dataclass(frozen=True)
@@ -306,6 +318,8 @@ class LayerRecord:
         zero_groups: Groups of all-zero weights.
         tiny_groups: Groups whose scale was raised to the smallest the stored dtype holds.
         seconds: Wall time of the solve.
+        effective_rank: Inputs that say something of their own (`core.rank`), at most `columns`; None in reports that
+            did not count them.
     """
 
     name: str
@@ -330,6 +344,7 @@ class LayerRecord:
     zero_groups: int
     tiny_groups: int
     seconds: float
+    effective_rank: int | None = None
 
     @property
     def relative_to_rtn(self) -> float:

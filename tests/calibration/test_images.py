@@ -1,4 +1,5 @@
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -74,3 +75,19 @@ def test_without_a_processor_the_row_is_refused(files, sample, tmp_path):
     source = ModelSource("org/model", tmp_path)
     with pytest.raises(CalibrationError, match=r"line 4: has images, but org/model: no processor .*without 'images'"):
         image_inputs(sample("<image>", "a.png"), lambda: load_processor(source))
+
+
+def test_tools_and_variables_reach_the_processors_template(sample):
+    processor = make_processor(99)
+    processor.chat_template = (
+        "{% for t in tools or [] %}{{ t['name'] }} {% endfor %}{% if mood is defined %}{{ mood }} {% endif %}"
+        + processor.chat_template
+    )
+    plain = sample([user(IMAGE, TEXT)], "a.png")
+    made = replace(plain, tools=[{"name": "w50"}], template_variables={"mood": "w51"})
+    ids = [image_inputs(row, lambda: processor).tensors["input_ids"][0].tolist() for row in (plain, made)]
+    assert ids[1] == [50, 51, *ids[0]]
+    with pytest.raises(CalibrationError, match=r"line 4: has 'tools', but the model's chat template makes the same"):
+        image_inputs(replace(plain, tools=[{"name": "w50"}]), lambda: make_processor(99))
+    with pytest.raises(CalibrationError, match=r"line 4: 'chat_template_kwargs' sets 'return_dict'"):
+        image_inputs(replace(plain, template_variables={"return_dict": False}), lambda: processor)

@@ -77,7 +77,7 @@ def test_what_is_no_source_is_refused_and_the_message_lists_what_is(tmp_path, na
 
 def test_jsonl_rows_are_texts_or_conversations(jsonl):
     conversation = [{"role": "user", "content": "hi"}]
-    path = jsonl({"text": "one", "id": 1}, b"", {"messages": conversation, "text": "plain"}, b"  ")
+    path = jsonl({"text": "one"}, b"", {"messages": conversation, "text": None}, b"  ")
     source = open_source(path, "calibration")
     assert source.name == "rows.jsonl"
     assert [sample.content for sample in source.samples] == ["one", conversation]
@@ -108,8 +108,8 @@ def test_bad_jsonl_row_is_refused_with_file_and_line(jsonl, line, reason):
 
 
 def test_jsonl_rows_may_be_pairs_or_have_images(jsonl, tmp_path):
-    pair, labelled = {"source": "a", "target": "b"}, {"text": "c", "source": "the web", "target": "none"}
-    path = jsonl(pair, labelled, {"text": "d", "images": ["e.png", "/f.png"]}, {"text": "g", "images": None})
+    pair, text = {"source": "a", "target": "b"}, {"text": "c", "source": None, "target": None}
+    path = jsonl(pair, text, {"text": "d", "images": ["e.png", "/f.png"]}, {"text": "g", "images": None})
     source = open_source(path, "calibration")
     assert [(sample.content, sample.target, sample.images) for sample in source.samples] == [
         ("a", "b", ()),
@@ -118,7 +118,7 @@ def test_jsonl_rows_may_be_pairs_or_have_images(jsonl, tmp_path):
         ("g", None, ()),
     ]
     assert may_have_images(path)
-    assert not may_have_images(jsonl(pair, labelled))
+    assert not may_have_images(jsonl(pair, text))
     assert not may_have_images(str(tmp_path / "absent.jsonl"))
 
 

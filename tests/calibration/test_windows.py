@@ -214,7 +214,7 @@ def test_text_for_an_encoder_decoder_is_cut_in_half_and_pairs_are_as_they_are(to
     running = write("prose.txt", words(range(1, 24)))
     assert calibrate_pairs(running, tokenizer, 2, 5)[0] == [([1, 2], [3, 4, 5]), ([6, 7], [8, 9, 10])]
     # What is left of the first row is one token: the decoder reads its start token, whatever is to follow.
-    rows = [{"text": words(range(1, 7))}, {"source": words([20, 21, 22]), "target": words([30]), "id": 7}]
+    rows = [{"text": words(range(1, 7))}, {"source": words([20, 21, 22]), "target": words([30])}]
     windows, record = calibrate_pairs(write("rows.jsonl", rows), tokenizer, 3, 5)
     assert windows == [([1, 2], [3, 4, 5]), ([6], [6]), ([20, 21, 22], [30])]
     assert record.tokens == 11

@@ -56,7 +56,7 @@ class FakePipeline(ModuleType):
         against=None,
         text=None,
         num_windows=None,
-        window_length=2048,
+        window_length=None,
         trust_remote_code=False,
         progress=None,
     ):

@@ -106,10 +106,34 @@ def test_evaluate_passes_every_option(pipeline):
 
 def test_evaluate_defaults(pipeline):
     assert cli.main(["evaluate", "m"]) == 0
-    assert (pipeline.asked["num_windows"], pipeline.asked["window_length"]) == (None, 2048)
+    assert (pipeline.asked["num_windows"], pipeline.asked["window_length"]) == (None, None)
     assert pipeline.asked["against"] is None
     assert pipeline.asked["text"] is None
     assert pipeline.asked["trust_remote_code"] is False
+
+
+SINGLE = {
+    "plan": [["--calibration", "a"], ["--bits", "3"], ["--window-length", "64"], ["--format", "gptq"]],
+    "quantize": [["--calibration", "a"], ["--run-dir", "a"], ["--seed", "1"], ["--activation-memory", "1GB"]],
+    "export": [["--format", "gptq"], ["--shard-size", "1GB"]],
+    "evaluate": [["--text", "a"], ["--against", "a"], ["--num-windows", "2"]],
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "option"), [(command, option) for command, options in SINGLE.items() for option in options], ids=str
+)
+def test_an_option_of_one_value_is_not_given_twice(pipeline, command, option, capsys):
+    arguments = {"plan": ["m"], "quantize": ["m", "o"], "export": ["c", "o", "--format", "gptq"], "evaluate": ["m"]}
+    name = option[0]
+    once = arguments[command] if name in arguments[command] else [*arguments[command], *option]
+    assert cli.main([command, *once]) == 0
+    assert cli.main([command, *once, f"{name}=b" if name != "--format" else "--format=gptq"]) == 2
+    assert f"'{name}': is given 2 times" in capsys.readouterr().err
+
+
+def test_flags_and_lists_may_be_repeated(pipeline):
+    assert cli.main(["plan", "m", "--json", "--json", "--exclude", "a", "--exclude", "b"]) == 0
 
 
 def test_export_passes_both_directories_and_what_the_output_is_to_be(pipeline):

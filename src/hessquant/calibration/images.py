@@ -7,7 +7,8 @@ from typing import Any
 from transformers.image_utils import load_image
 
 from hessquant.calibration.model_inputs import ModelInputs, model_inputs
-from hessquant.calibration.sources import Message, Sample
+from hessquant.calibration.rows import Message, Sample
+from hessquant.calibration.templates import rendered
 from hessquant.errors import CalibrationError, SourceError
 from hessquant.models.library import quiet
 
@@ -36,20 +37,33 @@ def image_inputs(sample: Sample, load_processor: Callable[[], Any] | None) -> Mo
             f"{place}: has images, but {error}; put the processor's files there, install what it needs "
             "(pip install 'hessquant[vision]'), or calibrate on rows without 'images'"
         ) from error
-    content = sample.content
-    messages = None if isinstance(content, str) else _with_images(content, images, place)
-    # A processor is code of the library or of the model, and raises what it likes.
-    try:
-        with quiet():
-            if messages is None:
-                made = processor(text=content, images=images, return_tensors="pt")
-            else:
-                made = processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")
-    except Exception as error:
-        raise CalibrationError(
-            f"{place}: the processor {type(processor).__name__} fails on this row: {type(error).__name__}: {error}"
-        ) from error
-    return model_inputs(made, place)
+    return model_inputs(_processed(sample, images, processor), place)
+
+
+def _processed(sample: Sample, images: Sequence[Any], processor: Any) -> Mapping[str, Any]:
+    """Inputs of the model by name, as the processor gives them."""
+    place, content = sample.place, sample.content
+    messages = [] if isinstance(content, str) else _with_images(content, images, place)
+
+    def render(arguments: dict[str, Any]) -> Mapping[str, Any]:
+        # A processor is code of the library or of the model, and raises what it likes.
+        try:
+            with quiet():
+                made: Mapping[str, Any] = (
+                    processor(text=content, images=images, return_tensors="pt")
+                    if isinstance(content, str)
+                    else processor.apply_chat_template(
+                        messages, tokenize=True, return_dict=True, return_tensors="pt", **arguments
+                    )
+                )
+        except Exception as error:
+            raise CalibrationError(
+                f"{place}: the processor {type(processor).__name__} fails on this row: {type(error).__name__}: {error}"
+            ) from error
+        return made
+
+    made: Mapping[str, Any] = rendered(sample, processor, render, lambda inputs: inputs["input_ids"].tolist())
+    return made
 
 
 def _image(sample: Sample, index: int) -> Any:

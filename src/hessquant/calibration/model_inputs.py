@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,14 @@ class ModelInputs:
             digest.update(f"{json.dumps([name, str(tensor.dtype), list(tensor.shape)])}\n".encode())
             digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.digest()
+
+
+def id_rows(inputs: ModelInputs) -> Iterator[tuple[str, list[int]]]:
+    """Every row of token ids, and the name of the input that it is in."""
+    for name in IDS:
+        tensor = inputs.tensors.get(name)
+        if tensor is not None:
+            yield from ((name, row) for row in tensor.reshape(-1, tensor.shape[-1]).tolist())
 
 
 def positions(tensor: Tensor) -> int:

@@ -5,7 +5,6 @@ begins a window of its own.
 """
 
 import itertools
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from hessquant.calibration.builtin import Part, builtin_text
+from hessquant.calibration.rows import OF_TEMPLATES, Sample, content_of, conversation, json_object, sample_of_row
 from hessquant.errors import CalibrationError
-
-Message = Mapping[str, Any]
 
 _IMAGES = b'"images"'
 _ACCEPTED = "'builtin', a .txt file, a .jsonl file, or hub:ID[:CONFIG[:SPLIT[:COLUMN]]]"
@@ -32,23 +30,6 @@ class RunningText:
 
     name: str
     documents: Iterable[str]
-
-
-@dataclass(frozen=True)
-class Sample:
-    """What begins a window of its own.
-
-    Attributes:
-        place: Where it stands, for messages.
-        content: A text or a conversation; of a pair, the source.
-        target: What an encoder-decoder is to make of it; None where it is no pair.
-        images: Files that belong to it.
-    """
-
-    place: str
-    content: str | list[Message]
-    target: str | None = None
-    images: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,7 +71,10 @@ def open_source(source: str, part: Part, seed: int = 0) -> Source:
 def _text_file(path: Path) -> Source:
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise CalibrationError(f"cannot read {path} as UTF-8 text: line {line}: {error}") from error
+    except OSError as error:
         raise CalibrationError(f"cannot read {path} as UTF-8 text: {error}") from error
     return RunningText(path.name, (text,))
 
@@ -105,7 +89,7 @@ def _jsonl_samples(path: Path) -> Iterator[Sample]:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     place = f"{path}, line {number}"
-                    yield _sample(_json_object(line, place), place, path.parent)
+                    yield sample_of_row(json_object(line, place), place, path.parent)
     except OSError as error:
         raise CalibrationError(f"cannot read {path}: {error}") from error
 
@@ -120,53 +104,6 @@ def may_have_images(source: str) -> bool:
             return any(_IMAGES in line for line in lines)
     except OSError as error:
         raise CalibrationError(f"cannot read {path}: {error}") from error
-
-
-def _sample(row: Mapping[str, Any], place: str, folder: Path) -> Sample:
-    if {"source", "target"} <= row.keys() and not {"text", "messages"} & row.keys():
-        return Sample(place, _text(row, "source", place), _text(row, "target", place))
-    content = _content(row, place, alternative=", or 'source' and 'target'")
-    if isinstance(content, str) and not content.strip():
-        raise CalibrationError(f"{place}: the text is empty; remove the line or fill it")
-    images = row.get("images") or []
-    if not isinstance(images, list) or not all(isinstance(image, str) and image for image in images):
-        raise CalibrationError(f"{place}: 'images' must be a list of paths, not {images!r:.80}")
-    return Sample(place, content, images=tuple(folder / image for image in images))
-
-
-def _text(row: Mapping[str, Any], column: str, place: str) -> str:
-    text = row[column]
-    if not isinstance(text, str) or not text.strip():
-        raise CalibrationError(f"{place}: {column!r} must be a text that is not empty, not {text!r:.80}")
-    return text
-
-
-def _json_object(line: bytes, place: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-    except ValueError as error:  # also a UnicodeDecodeError
-        raise CalibrationError(f"{place}: not a JSON object in UTF-8: {error}") from error
-    if not isinstance(row, dict):
-        raise CalibrationError(f"{place}: expected a JSON object, found {type(row).__name__}")
-    return row
-
-
-def _content(
-    row: Mapping[str, Any], place: str, column: str | None = None, alternative: str = ""
-) -> str | list[Message]:
-    """The text or the conversation in a row: `column` if it is given, else "messages", else "text"."""
-    needed = f"'text' or 'messages'{alternative}" if column is None else repr(column)
-    if column is None:
-        column = "messages" if "messages" in row else "text"
-    if column not in row:
-        found = ", ".join(map(repr, row)) or "nothing"
-        raise CalibrationError(f"{place}: found {found}, needs {needed}")
-    content = row[column]
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and content and all(isinstance(message, Mapping) for message in content):
-        return content
-    raise CalibrationError(f"{place}: {column!r} must be a string or a list of messages, not {content!r:.80}")
 
 
 def _hub(source: str) -> Source:
@@ -188,13 +125,44 @@ def _texts(samples: Iterable[Sample]) -> Iterator[str]:
         yield sample.content
 
 
-def _hub_samples(source: str) -> Iterator[Sample]:
+def hub_parts(source: str) -> tuple[str, str, str, str]:
+    """Id, config, split and column of a data set, empty where they are not said.
+
+    Raises:
+        CalibrationError: If the name has another form.
+    """
     name, config, split, column, *rest = (*source.removeprefix("hub:").split(":"), "", "", "")
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) or any(rest):
         raise CalibrationError(f"{source!r} is not of the form hub:ID[:CONFIG[:SPLIT[:COLUMN]]]")
+    return name, config, split, column
+
+
+def _hub_samples(source: str) -> Iterator[Sample]:
+    name, config, split, column = hub_parts(source)
     for number, row in enumerate(_stream(source, name, config or None, split or "train")):
-        place = f"{source}, row {number}"
-        yield Sample(place, _content(row, place, column or None))
+        yield _hub_sample(row, column, f"{source}, row {number}")
+
+
+def _hub_sample(row: Mapping[str, Any], column: str, place: str) -> Sample:
+    """A row of a data set, which has columns for other uses: those that mean nothing here are left alone.
+
+    Where no column is named, though, what belongs to a conversation is not dropped: it goes to the template, or is
+    refused.
+    """
+    taken = column or ("messages" if row.get("messages") is not None or "text" not in row else "text")
+    if taken not in row:
+        found = ", ".join(map(repr, row)) or "nothing"
+        needed = repr(column) if column else "'text' or 'messages'"
+        raise CalibrationError(f"{place}: found {found}, needs {needed}")
+    content = content_of(row, taken, place)
+    if column or isinstance(content, str):
+        return Sample(place, content)
+    if row.get("images"):
+        raise CalibrationError(
+            f"{place}: has 'images', which are read from files alone; save the rows as a .jsonl file with paths, or "
+            "name the column 'messages' to calibrate on the talk without them"
+        )
+    return conversation({key: row[key] for key in OF_TEMPLATES if key in row}, content, place)
 
 
 def _stream(source: str, name: str, config: str | None, split: str) -> Iterator[Mapping[str, Any]]:

@@ -7,17 +7,21 @@ tokenizer begins a text with a special token, a running text has it once, a samp
 import hashlib
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from hessquant.calibration.batches import CalibrationInput
-from hessquant.calibration.model_inputs import IDS, ModelInputs
+from hessquant.calibration.model_inputs import ModelInputs, id_rows
 from hessquant.calibration.samples import Reader
-from hessquant.calibration.sources import RunningText, Samples, Source, open_source
+from hessquant.calibration.sources import RunningText, Samples, Source, hub_parts, open_source
+from hessquant.calibration.variety import variety_of
 from hessquant.errors import CalibrationError, NotEnoughTextError
+from hessquant.models.context import Context
 from hessquant.records import CalibrationRecord, TokenWindow
 
 # Where the digest goes on with something else than a window's length; no window is that long.
 _TARGET, _SAMPLE = 2**32 - 1, 2**32 - 2
+_BEGINNING = 4096  # characters of a file that a plan looks at
 _CHARACTERS_PER_TOKEN = 4  # first guess of how much running text to read; wrong guesses cost time only
 
 
@@ -96,23 +100,52 @@ def evaluation_windows(
     return windows
 
 
-def refuse_unfit(windows: Sequence[CalibrationInput], *, context: int | None, vocabulary: int | None) -> None:
+def check_start(source: str, reader: Reader) -> None:
+    """Refuse a text by what can be seen without reading it: the file, and what the tokenizer makes of its first row.
+
+    A hub data set is not asked for. Whether there is enough text, and whether later rows are sound, is seen when it is
+    read.
+
+    Raises:
+        CalibrationError: As `calibration_windows`.
+    """
+    if source.startswith("hub:"):
+        hub_parts(source)
+        return
+    text = open_source(source, "calibration")
+    if isinstance(text, RunningText):
+        beginning = next(iter(text.documents))[:_BEGINNING]
+        if not beginning.strip():
+            raise CalibrationError(f"{text.name} holds no token")
+        reader.tokenize(beginning, text.name)
+        return
+    first = next(iter(text.samples), None)
+    if first is None:
+        raise CalibrationError(f"{text.name} holds no token")
+    reader.inputs(first)
+
+
+def refuse_unfit(windows: Sequence[CalibrationInput], *, context: Context, vocabulary: int | None) -> None:
     """Refuse windows that the model was not made for.
 
     Args:
         windows: Calibration inputs.
-        context: Positions that the model knows; None = no limit.
+        context: Positions that the model has.
         vocabulary: Number of token ids; None = not known.
 
     Raises:
         CalibrationError: If a window is longer than the context, or a token id is outside the vocabulary.
     """
     for index, window in enumerate(windows):
-        place, rows = _rows_of(window, index)
-        longest = max(map(len, rows), default=0)
-        if context is not None and longest > context:
-            what = f"take --window-length {context} or less" if isinstance(window, TokenWindow) else "give shorter ones"
-            raise CalibrationError(f"{place} has {longest} tokens, but the model's context is {context}; {what}")
+        place, read, written = _rows_of(window, index)
+        for rows, limit in ((read, context.read), (written, context.written)):
+            longest = max(map(len, rows), default=0)
+            if limit is not None and longest > limit:
+                what = (
+                    f"take --window-length {limit} or less" if isinstance(window, TokenWindow) else "give shorter ones"
+                )
+                raise CalibrationError(f"{place} has {longest} tokens, but the model's context is {limit}; {what}")
+        rows = [*read, *written]
         known = range(max(map(max, rows), default=0) + 1 if vocabulary is None else vocabulary)
         strange = next((token for row in rows for token in row if token not in known), None)
         if strange is not None:
@@ -122,13 +155,12 @@ def refuse_unfit(windows: Sequence[CalibrationInput], *, context: int | None, vo
             )
 
 
-def _rows_of(window: CalibrationInput, index: int) -> tuple[str, list[Sequence[int]]]:
-    """The rows of token ids in it, and how it is called."""
+def _rows_of(window: CalibrationInput, index: int) -> tuple[str, list[Sequence[int]], list[Sequence[int]]]:
+    """How it is called, and the rows of token ids that are read and written."""
     if isinstance(window, TokenWindow):
-        return f"window {index}", [window.ids, *([window.target] if window.target else [])]
-    ids = (window.tensors.get(name) for name in IDS)
-    rows = [tensor.reshape(-1, tensor.shape[-1]).tolist() for tensor in ids if tensor is not None]
-    return window.place, [row for some in rows for row in some]
+        return f"window {index}", [window.ids], [window.target] if window.target else []
+    read: list[Sequence[int]] = [row for name, row in id_rows(window) if name == "input_ids"]
+    return window.place, read, [row for name, row in id_rows(window) if name != "input_ids"]
 
 
 def calibration_record(source: str, windows: Sequence[CalibrationInput], tokens_available: int) -> CalibrationRecord:
@@ -147,7 +179,9 @@ def calibration_record(source: str, windows: Sequence[CalibrationInput], tokens_
         if window.target:
             digest.update(struct.pack(f"<{len(window.target) + 2}I", _TARGET, len(window.target), *window.target))
     tokens = sum(window.tokens for window in windows)
-    return CalibrationRecord(source, len(windows), tokens, tokens_available, digest.hexdigest())
+    return CalibrationRecord(
+        source, len(windows), tokens, tokens_available, digest.hexdigest(), **asdict(variety_of(windows))
+    )
 
 
 def _amount(text: Source, tokens: int, windows: Sequence[CalibrationInput], window_length: int) -> str:
@@ -189,7 +223,7 @@ def _running_ids(text: RunningText, reader: Reader, needed: int | None) -> list[
     """
     documents = iter(text.documents)
     if needed is None:
-        return reader.tokenize("\n\n".join(documents))
+        return reader.tokenize("\n\n".join(documents), text.name)
     read: list[str] = []
     ids: list[int] = []
     wanted = _CHARACTERS_PER_TOKEN * needed
@@ -198,7 +232,7 @@ def _running_ids(text: RunningText, reader: Reader, needed: int | None) -> list[
         if not more:
             break
         read += more
-        ids = reader.tokenize("\n\n".join(read))
+        ids = reader.tokenize("\n\n".join(read), text.name)
         wanted = sum(map(len, read))
     return ids
 

@@ -26,8 +26,8 @@ def make_plan(model: str, config: Config | None = None, *, calibration: str | It
     Args:
         model: As `quantize` takes it.
         config: Settings.
-        calibration: As `quantize` takes it; only samples that are more than text decide anything, and a text is not
-            read.
+        calibration: As `quantize` takes it; only samples that are more than text decide anything. Of a text no more is
+            read than its beginning, so that it may still be refused where it goes on, or be too short.
 
     Raises:
         RefusedError: If it would be refused; the subclass and the message say why.
@@ -35,8 +35,9 @@ def make_plan(model: str, config: Config | None = None, *, calibration: str | It
     config = config or Config()
     source = resolve(model, trust_remote_code=config.trust_remote_code)
     with CheckpointReader(source.directory) as reader:
-        sample = Calibration(source, calibration, config).sample
-        plan = planning.make_plan(source, reader.tensors, config, inputs=sample)
+        inputs = Calibration(source, calibration, config)
+        inputs.check()
+        plan = planning.make_plan(source, reader.tensors, config, inputs=inputs.sample)
         refuse_form(config, reader, source.directory, plan)
         return plan
 

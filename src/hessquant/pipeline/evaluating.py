@@ -13,12 +13,14 @@ from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.unpacked import UnpackedCheckpoint
 from hessquant.errors import SourceError
 from hessquant.evaluate.evaluation import evaluate_model
+from hessquant.models.context import context_of
+from hessquant.models.context import window_length as window_length_of
 from hessquant.models.library import predicts_next_token
 from hessquant.models.load import build
 from hessquant.models.probe import Probe, probe
 from hessquant.models.recorder import ProbedProduct
 from hessquant.models.source import ModelSource, load_config, load_tokenizer, resolve
-from hessquant.pipeline.windows import refuse_unfit_windows
+from hessquant.pipeline.windows import refuse_unfit_windows, refuse_window_length
 from hessquant.records import Evaluation, Progress
 
 
@@ -28,7 +30,7 @@ def evaluate(
     against: str | None = None,
     text: str | None = None,
     num_windows: int | None = None,
-    window_length: int = 2048,
+    window_length: int | None = None,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Evaluation:
@@ -39,7 +41,7 @@ def evaluate(
         against: Base model for KL divergence and top-1 agreement.
         text: A text as `quantize` takes it for calibration; None = the held-out part of the built-in text.
         num_windows: Windows to use; None = all.
-        window_length: Tokens per window.
+        window_length: Tokens per window; None = the smaller of 2048 and the context of every model.
         trust_remote_code: Allow code that comes with the model to run.
         progress: Told of every window.
 
@@ -50,17 +52,22 @@ def evaluate(
     source = resolve(model, trust_remote_code=trust_remote_code)
     base = None if against is None else resolve(against, trust_remote_code=trust_remote_code)
     described = _refuse_without_logits(source, trust_remote_code)
+    measured = [(source, described)]
     if base is not None:
-        _refuse_without_logits(base, trust_remote_code)
+        measured.append((base, _refuse_without_logits(base, trust_remote_code)))
+    for model_source, model_config in measured:
+        refuse_window_length(window_length, model_config, model_source.name)
+    length = window_length_of(window_length, *(context_of(model_config).least for _, model_config in measured))
     tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
-    windows = evaluation_windows(text, tokenizer, num_windows=num_windows, window_length=window_length)
-    refuse_unfit_windows(windows, described)
+    windows = evaluation_windows(text, tokenizer, num_windows=num_windows, window_length=length)
+    for _, model_config in measured:
+        refuse_unfit_windows(windows, model_config)
     return evaluate_model(
         load_model(source, trust_remote_code),
         windows,
         name=model,
         text="builtin" if text is None else text if text.startswith("hub:") else Path(text).name,
-        window_length=window_length,
+        window_length=length,
         base=None if base is None else load_model(base, trust_remote_code),
         base_name=against or "",
         progress=progress,

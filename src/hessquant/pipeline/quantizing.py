@@ -29,7 +29,7 @@ from hessquant.pipeline.windows import Calibration
 from hessquant.planning import plan as planning
 from hessquant.planning.size import TOKENS_PER_BATCH
 from hessquant.records import CalibrationRecord, Plan, Progress, RunReport
-from hessquant.run.degraded import degradations
+from hessquant.run.degraded import degradations, text_degradations
 from hessquant.run.heap import map_large_blocks
 from hessquant.run.store import RunStore
 
@@ -82,8 +82,10 @@ def quantize(
     source = resolve(model, trust_remote_code=config.trust_remote_code)
     with CheckpointReader(source.directory) as reader:
         inputs = Calibration(source, calibration, config)
+        inputs.check()
         plan = planning.make_plan(source, reader.tensors, config, inputs=inputs.sample)
         refuse_form(config, reader, source.directory, plan)
+        config = replace(config, window_length=plan.window_length)  # so that the default is the same run as its value
         if on_plan is not None:
             on_plan(plan)
         # Looked at before anything is made, and again when no other process can change it.
@@ -162,7 +164,7 @@ def _report(
         forwards_per_block=outcome.forwards_per_block,
         resumed_blocks=outcome.resumed_blocks,
         mapped_activation_bytes=outcome.mapped_activation_bytes,
-        degraded=degradations(outcome.records),
+        degraded=(*text_degradations(outcome.records, calibrated), *degradations(outcome.records)),
         seconds=time.perf_counter() - clocks[0],
         cpu_seconds=time.process_time() - clocks[1],
         peak_memory_bytes=peak_memory(),

@@ -9,11 +9,14 @@ from transformers import PreTrainedConfig
 
 from hessquant.calibration.batches import Batch, CalibrationInput, batches_of
 from hessquant.calibration.model_inputs import ModelInputs
+from hessquant.calibration.samples import Reader
 from hessquant.calibration.sources import may_have_images
 from hessquant.calibration.token_ids import windows_from_ids
-from hessquant.calibration.windows import calibration_record, calibration_windows, refuse_unfit
+from hessquant.calibration.windows import calibration_record, calibration_windows, check_start, refuse_unfit
 from hessquant.config import Config
 from hessquant.errors import CalibrationError
+from hessquant.models.context import Context, context_of, window_length
+from hessquant.models.signature import unknown_inputs
 from hessquant.models.source import ModelSource, load_config, load_processor, load_tokenizer
 from hessquant.records import CalibrationRecord
 
@@ -31,6 +34,24 @@ class Calibration:
 
     def __init__(self, source: ModelSource, calibration: str | Iterable[Any], config: Config) -> None:
         self._source, self._calibration, self._config = source, calibration, config
+
+    def check(self) -> None:
+        """Refuse what can be seen without reading a text, or much of one.
+
+        The length of a window, whether the source is there, and whether the model's tokenizer takes its beginning; a
+        hub data set is not asked for. Items from a caller are read whole.
+
+        Raises:
+            CalibrationError: If the calibration cannot be used.
+        """
+        if self._described.is_encoder_decoder:
+            _start_token(self._described, self._source.name)
+        if not isinstance(self._calibration, str):
+            _ = self._read
+            return
+        refuse_window_length(self._config.window_length, self._described, self._source.name)
+        if self._calibration != "builtin":
+            check_start(self._calibration, self._reader)
 
     @property
     def sample(self) -> Mapping[str, Tensor] | None:
@@ -67,25 +88,68 @@ class Calibration:
         return load_config(self._source, trust_remote_code=self._config.trust_remote_code)
 
     @cached_property
+    def _reader(self) -> Reader:
+        trusted = self._config.trust_remote_code
+        return Reader(
+            load_tokenizer(self._source, trust_remote_code=trusted),
+            window_length(self._config.window_length, context_of(self._described).least),
+            bool(self._described.is_encoder_decoder),
+            cache(partial(load_processor, self._source, trust_remote_code=trusted)),
+        )
+
+    @cached_property
     def _read(self) -> tuple[tuple[CalibrationInput, ...], CalibrationRecord]:
-        config, trusted = self._config, self._config.trust_remote_code
-        encoder_decoder = bool(self._described.is_encoder_decoder)
+        config = self._config
         if not isinstance(self._calibration, str):
-            windows = windows_from_ids(self._calibration, encoder_decoder=encoder_decoder)
+            windows = windows_from_ids(
+                self._calibration,
+                encoder_decoder=bool(self._described.is_encoder_decoder),
+            )
+            self._refuse_unknown(windows)
             record = calibration_record("python", windows, sum(window.tokens for window in windows))
         else:
             windows, record = calibration_windows(
                 self._calibration,
-                load_tokenizer(self._source, trust_remote_code=trusted),
+                self._reader.tokenizer,
                 num_windows=config.num_windows,
-                window_length=config.window_length,
+                window_length=self._reader.window_length,
                 seed=config.seed,
                 allow_fewer=config.allow_fewer,
-                encoder_decoder=encoder_decoder,
-                load_processor=cache(partial(load_processor, self._source, trust_remote_code=trusted)),
+                encoder_decoder=self._reader.encoder_decoder,
+                load_processor=self._reader.load_processor,
             )
         refuse_unfit_windows(windows, self._described)
         return windows, record
+
+    def _refuse_unknown(self, windows: Sequence[CalibrationInput]) -> None:
+        """Refuse inputs that the model's forward pass does not name: it may take any, and ignore them."""
+        samples = [window for window in windows if isinstance(window, ModelInputs)]
+        names = dict.fromkeys(name for sample in samples for name in sample.tensors)
+        trusted = self._config.trust_remote_code
+        unknown = unknown_inputs(self._described, names, trust_remote_code=trusted) if names else []
+        for sample in samples:
+            strange = [name for name in sample.tensors if name in unknown]
+            if strange:
+                raise CalibrationError(
+                    f"{sample.place}: {', '.join(map(repr, strange))} is no input that the model's forward pass names, "
+                    "so it would be ignored; rename it if it is misspelt, or leave it out"
+                )
+
+
+def refuse_window_length(asked: int | None, described: PreTrainedConfig, name: str) -> None:
+    """Refuse windows of a text that are longer than the model's context; those of the default length never are.
+
+    Raises:
+        CalibrationError: If they are.
+    """
+    context = context_of(described)
+    # An encoder-decoder reads one half of a window and writes the other.
+    halves = 2 if described.is_encoder_decoder else 1
+    if asked is not None and context.least is not None and asked > halves * context.least:
+        raise CalibrationError(
+            f"windows of {asked} tokens are too long for {name}, whose {_said(context)}; "
+            f"take --window-length {context.least} or less"
+        )
 
 
 def refuse_unfit_windows(windows: Sequence[CalibrationInput], described: PreTrainedConfig) -> None:
@@ -94,11 +158,14 @@ def refuse_unfit_windows(windows: Sequence[CalibrationInput], described: PreTrai
     Raises:
         CalibrationError: Naming the window.
     """
-    text = described.get_text_config()
-    context, vocabulary = (getattr(text, name, None) for name in ("max_position_embeddings", "vocab_size"))
-    if context is not None and context < 1:  # how some say that there is no limit
-        context = None
-    refuse_unfit(windows, context=context, vocabulary=vocabulary)
+    vocabulary = getattr(described.get_text_config(), "vocab_size", None)
+    refuse_unfit(windows, context=context_of(described), vocabulary=vocabulary)
+
+
+def _said(context: Context) -> str:
+    if context.read == context.written:
+        return f"context is {context.read}"
+    return f"context is {context.read} for what it reads and {context.written} for what it writes"
 
 
 def _start_token(described: PreTrainedConfig, name: str) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from hessquant.config import Config
+from hessquant.config import LONGEST_DEFAULT_WINDOW, Config
 from hessquant.models.probe import Probe
 from hessquant.planning.shapes import weight_pattern
 from hessquant.planning.size import Sizes, activation_budget
@@ -60,7 +60,7 @@ def _smaller_activations(config: Config, besides: str = "") -> Iterator[_Change]
 
 def _fewer_windows(config: Config, widest: int) -> Iterator[_Change]:
     windows = config.num_windows // 2
-    while windows and windows * config.window_length >= widest:
+    while windows and windows * (config.window_length or LONGEST_DEFAULT_WINDOW) >= widest:
         yield f"--num-windows {windows}", replace(config, num_windows=windows)
         windows //= 2
 

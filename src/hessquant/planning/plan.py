@@ -15,6 +15,7 @@ from hessquant.formats.dialect import ModuleSettings, PackedWeight, settings_of
 from hessquant.formats.dialects import DIALECTS
 from hessquant.formats.judge import misread
 from hessquant.formats.outputs import OUTPUTS
+from hessquant.models.context import context_of, window_length
 from hessquant.models.library import uncollected
 from hessquant.models.probe import Probe, probe
 from hessquant.models.recorder import ProbedProduct
@@ -63,6 +64,8 @@ def make_plan(
     """
     model_config = load_config(source, trust_remote_code=config.trust_remote_code)
     _refuse_quantized(source, model_config)
+    context = context_of(model_config).least
+    config = replace(config, window_length=window_length(config.window_length, context))
     seen = probe(source, model_config, tensors, inputs=inputs, trust_remote_code=config.trust_remote_code)
     _check_stored(source, tensors, seen)
     chosen, reasons = select_targets(seen, tensors, config)
@@ -78,6 +81,8 @@ def make_plan(
         least_memory_bytes=least_bytes(sizes, config),
         machine_memory=machine,
         remedies=() if estimate <= machine else find_remedies(sizes, seen, targets, config, machine),
+        window_length=config.window_length,
+        context=context,
     )
 
 

@@ -7,7 +7,7 @@ from math import prod
 from typing import Literal
 
 from hessquant import memory
-from hessquant.config import Config
+from hessquant.config import LONGEST_DEFAULT_WINDOW, Config
 from hessquant.models.probe import Probe
 from hessquant.records import Target
 
@@ -87,10 +87,11 @@ class Sizes:
         What is fixed (`_fixed_bytes`), and the activations of every calibration token: those that are suspended where
         each block runs once, else hidden states up to the budget, and the activations of one batch.
         """
-        budget, tokens = activation_budget(config), config.num_windows * config.window_length
+        length = config.window_length or LONGEST_DEFAULT_WINDOW
+        budget, tokens = activation_budget(config), config.num_windows * length
         if choose_capture(self.hidden_size, self.widest, tokens, config, budget) == "once":
             return self.fixed + suspended_bytes(self.hidden_size, self.widest, tokens)
-        of_batch = min(tokens, max(TOKENS_PER_BATCH, config.window_length))
+        of_batch = min(tokens, max(TOKENS_PER_BATCH, length))
         kept = min(budget, _FLOAT32 * self.hidden_size * tokens)
         return self.fixed + kept + suspended_bytes(self.hidden_size, self.widest, of_batch)
 

@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import fsum
+from statistics import median
 
-from hessquant.records import LayerRecord, Plan, ServerVerdict
+from hessquant.records import CalibrationRecord, LayerRecord, Plan, ServerVerdict
 from hessquant.report.units import format_bytes
 
 
@@ -119,6 +120,22 @@ def _to_rtn(layer: LayerRecord, loss: float) -> float | None:
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return fsum(known) / len(known) if known else None
+
+
+def variety(calibration: CalibrationRecord, layers: Sequence[LayerRecord]) -> str:
+    """How varied the calibration was, as far as it was counted: windows, tokens, passages, ranks of the Hessians."""
+    counted = (
+        (calibration.distinct_windows, f"of {calibration.windows:,} windows differ"),
+        (calibration.distinct_passages, f"of {calibration.passages or 0:,} runs of 8 tokens differ"),
+        (calibration.distinct_tokens, "different tokens"),
+    )
+    parts = [f"{count:,} {what}" for count, what in counted if count is not None]
+    ranks = [
+        layer.effective_rank / layer.columns for layer in layers if layer.effective_rank is not None and layer.tokens
+    ]
+    if ranks:
+        parts.append(f"effective rank {median(ranks):.0%} of a Hessian's size at the median, {min(ranks):.0%} at least")
+    return "; ".join(parts)
 
 
 def remark(verdict: ServerVerdict) -> str:

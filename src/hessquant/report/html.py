@@ -15,6 +15,7 @@ from hessquant.report.figures import (
     relative_output_error,
     remark,
     totals,
+    variety,
     worst,
 )
 from hessquant.report.units import format_bytes, format_percent, format_ratio, format_seconds
@@ -139,7 +140,7 @@ def _layer_table(layers: Sequence[LayerRecord]) -> str:
             f" The {len(shown):,} of {len(layers):,} layers with the largest error relative to their output; "
             "the JSON report has all."
         )
-    headings = ("layer", "shape", "bits", "group", "tokens", "error", "of output", "expected",
+    headings = ("layer", "shape", "bits", "group", "tokens", "rank", "error", "of output", "expected",
                 "floor", "damping", "time", "notes")  # fmt: skip
     rows = (
         "".join((f"<tr>{_cell(layer.name.removesuffix('.weight'), 'text name')}", *_layer_cells(layer), "</tr>"))
@@ -161,6 +162,7 @@ def _layer_cells(layer: LayerRecord) -> Iterable[str]:
         (str(layer.bits), layer.bits),
         (_group(layer.group_size), layer.columns if layer.group_size == -1 else layer.group_size),
         (f"{layer.tokens:,}", layer.tokens),
+        ("-" if layer.effective_rank is None else f"{layer.effective_rank:,}", layer.effective_rank),
         (format_ratio(layer.relative_to_rtn), layer.relative_to_rtn),
         (format_percent(error), error),
         (format_ratio(summed.mean_expected_to_rtn), summed.mean_expected_to_rtn),
@@ -190,6 +192,9 @@ def _details(report: RunReport) -> str:
         "tokens": f"{calibration.tokens:,} of {calibration.tokens_available:,}",
         "digest of the token ids": calibration.digest,
     }
+    varied = variety(calibration, report.layers)
+    if varied:
+        tokens["variety"] = varied
     head = "".join(f'<th class="text">{heading}</th>' for heading in ("client", "opens", "known by", "reason"))
     table = f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{servers}</tbody></table></div>'
     return _section("What will open it", "", table) + (

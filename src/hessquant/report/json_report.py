@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -45,7 +45,9 @@ def _built(kind: Any, value: Any) -> Any:
     """What `_plain` made plain, as its type says; keys that a record does not have are derived ones."""
     if isinstance(kind, type) and is_dataclass(kind):
         hints = get_type_hints(kind)
-        return kind(**{field.name: _built(hints[field.name], value[field.name]) for field in fields(kind)})
+        # What a report of an earlier version does not have yet is what the record takes in its place.
+        known = (field for field in fields(kind) if field.name in value or field.default is MISSING)
+        return kind(**{field.name: _built(hints[field.name], value[field.name]) for field in known})
     if get_origin(kind) is tuple:
         # Every tuple of the records is of one kind throughout.
         return tuple(_built(get_args(kind)[0], item) for item in value)

@@ -21,6 +21,7 @@ from hessquant.report.figures import (
     relative_output_error,
     remark,
     totals,
+    variety,
     worst,
 )
 from hessquant.report.html import PAGE_NAME
@@ -125,9 +126,15 @@ def _plan_facts(plan: Plan) -> Table:
             f"{format_percent(plan.unquantized_share)} of the weight bytes; "
             f"{format_percent(plan.unquantized_matrices)} without embeddings and head",
         ),
+        *([("Windows", _window(plan))] if plan.window_length is not None else []),
         ("Memory", _memory(plan)),
         ("Tensor parallel", reach(plan.tensor_parallel, plan.tensor_parallel_limit)),
     )
+
+
+def _window(plan: Plan) -> str:
+    context = f", of a context of {plan.context:,}" if plan.context is not None else ""
+    return f"up to {plan.window_length:,} tokens{context}"
 
 
 def _memory(plan: Plan) -> str:
@@ -232,6 +239,7 @@ def _worst_table(layers: Sequence[LayerRecord]) -> Table:
 def _run_facts(report: RunReport, out: Path) -> Table:
     summed = totals(report.layers)
     calibration = report.calibration
+    varied = variety(calibration, report.layers)
     bounds = (
         f"{format_ratio(summed.mean_relative_to_rtn)} of RTN's; "
         f"{format_ratio(summed.mean_expected_to_rtn)} was expected, no order beats "
@@ -240,6 +248,7 @@ def _run_facts(report: RunReport, out: Path) -> Table:
     return _facts(
         ("Mean error", bounds),
         ("Calibration", f"{calibration.tokens:,} tokens in {calibration.windows:,} windows of {calibration.source}"),
+        *((("Variety", varied),) if varied else ()),
         ("Verified", f"{report.verified_tensors:,} of {len(report.layers):,} weights re-read and decoded exactly"),
         ("Size", f"{format_bytes(report.plan.source_bytes)} -> {format_bytes(report.output_bytes)}"),
         ("Time", f"{format_seconds(report.seconds)}; CPU time {format_seconds(report.cpu_seconds)}"),

@@ -2,14 +2,24 @@
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from statistics import median
 
-from hessquant.records import LayerRecord
+from hessquant.records import CalibrationRecord, LayerRecord
 
 _LARGEST_POOLED_SHARE = 0.5
 """Weight of the common Hessian above which an expert counts as degraded: most of what it is fitted to is others'."""
 
 _FALLBACK_SHARE = 0.1
 """Rows that may fall back to round-to-nearest before a weight counts as degraded: a few always do, by chance."""
+
+_LEAST_RANK = 0.5
+"""Effective rank of half of the Hessians, over what it could be, below which a text counts as too little varied."""
+
+_LEAST_VARIED = 0.2
+"""Share of different passages below which a text counts as too little varied, if they are fewer than the inputs."""
+
+_LEAST_NEW = 0.1
+"""Share of different passages below which it does however many they are."""
 
 _EXPERTS_NAMED = 20
 _NUMBERED = re.compile(r"(?:expert_?)?(\d+)")
@@ -18,6 +28,42 @@ _NUMBERED = re.compile(r"(?:expert_?)?(\d+)")
 def degradations(records: Sequence[LayerRecord]) -> tuple[str, ...]:
     """One sentence per weight that is less than was asked for; one per module for its experts with too few tokens."""
     return (*_of_weights(records), *_of_experts(records))
+
+
+def text_degradations(records: Sequence[LayerRecord], text: CalibrationRecord) -> Iterator[str]:
+    """A sentence for a text that says the same again and again, by itself or by what it makes of the Hessians.
+
+    How few tokens there are is another matter, and has its own sentence: each figure is held against what so many
+    tokens could give (`docs/decisions/0017-variety.md`).
+    """
+    signs = []
+    if text.distinct_windows is not None and text.distinct_windows < text.windows / 2:
+        signs.append(f"only {text.distinct_windows:,} of its {text.windows:,} windows differ")
+    if text.passages and text.distinct_passages is not None:
+        widest = max((record.columns for record in records), default=0)
+        share = text.distinct_passages / text.passages
+        if share < _LEAST_NEW or (share < _LEAST_VARIED and text.distinct_passages < widest):
+            signs.append(
+                f"only {text.distinct_passages:,} of its {text.passages:,} runs of 8 tokens differ, with "
+                f"{text.distinct_tokens:,} different tokens"
+            )
+    # Weights that share a Hessian count once; of one that no token made, nothing is known.
+    shares = {
+        record.shares_hessian_with: record.effective_rank / min(record.columns, record.tokens)
+        for record in records
+        if record.effective_rank is not None and record.tokens
+    }
+    if shares and median(shares.values()) < _LEAST_RANK:
+        low = sum(share < _LEAST_RANK for share in shares.values())
+        signs.append(
+            f"{low:,} of {len(shares):,} Hessians have less than {_LEAST_RANK:.0%} of the effective rank that so many "
+            f"tokens could give them ({median(shares.values()):.1%} at the median)"
+        )
+    if signs:
+        yield (
+            f"calibration text of too little variety: {'; '.join(signs)}; what is fitted to it is worse on other "
+            "text, take more varied text"
+        )
 
 
 def _of_weights(records: Iterable[LayerRecord]) -> Iterator[str]:

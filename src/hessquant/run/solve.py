@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from hessquant.core.factor import Factor, factorize
 from hessquant.core.gptq import Solution
 from hessquant.core.grid import GridSpec, QuantizedWeight
 from hessquant.core.hessian import HessianStatistics, hessian
+from hessquant.core.rank import effective_rank
 from hessquant.errors import FactorizationError, GridError, NonFiniteError
 from hessquant.kernels.dispatch import kernels_for
 from hessquant.records import LayerRecord, Location, Target
@@ -121,6 +123,9 @@ class TargetSolver:
         self.quantized[name] = solution.weight
         seconds = time.perf_counter() - started
         record = _record(target, leader, tokens, share, factor, solution, self._config.damping, seconds)
+        rank = effective_rank(factor, mean)
+        # Damping makes it an estimate from above; of these tokens alone there is no more than one each.
+        record = replace(record, effective_rank=rank if share else min(rank, tokens))
         self.records.append(record)
         self._on_layer(record)
 
