@@ -15,8 +15,8 @@ from hessquant.records import Target, TensorInfo
 _Weight = TypeVar("_Weight", ProbedProduct, Target)
 
 MIN_ROWS = 64
-"""A weight with fewer outputs is a gate, unless these are the hidden state or every server makes it one matrix with
-others: it is not worth its risk, and kernels need as many on each device (MIN_THREAD_N of vLLM's marlin_utils.py)."""
+"""A weight with fewer outputs is a gate, unless these are the hidden state or servers make it one matrix with larger
+ones: it is not worth its risk, and kernels need as many on each device (MIN_THREAD_N of vLLM's marlin_utils.py)."""
 
 EXCLUDED = "excluded by pattern"
 """How the reason begins where the user left a weight out."""
@@ -73,8 +73,10 @@ def _gates(candidates: Mapping[str, ProbedProduct], hidden_size: int) -> dict[st
     """
     rows = {name: product.rows for name, product in candidates.items()}
     for fused, members in fused_sets(candidates.values()):
-        if fused.everywhere:
-            rows |= {product.name: sum(member.rows for member in members) for product in members}
+        # What some servers fuse stays or goes together; gates that are fused with each other alone are gates still.
+        if not fused.architectures:
+            together = (sum if fused.everywhere else max)(product.rows for product in members)
+            rows |= {product.name: max(together, rows[product.name]) for product in members}
     return {
         name: product
         for name, product in candidates.items()
