@@ -34,7 +34,7 @@ from hessquant.formats.dialects import dialect_of
 from hessquant.models.library import run_model
 from hessquant.models.source import resolve
 from hessquant.pipeline.evaluating import load_model
-from hessquant.records import Plan, RunReport
+from hessquant.records import Plan, RunReport, Target
 
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 CONFIG = hessquant.Config(group_size=32, max_unquantized=1.0)
@@ -164,6 +164,7 @@ def _check_weights(folder: Path, plan: Plan, model: nn.Module) -> None:
             stored = decoded.T if target.transposed else decoded
             if target.part_of:
                 original = source.read(target.part_of)[target.locations[0].piece].float()
+                original = _own_rows(original, target)
             else:
                 original = source.read(target.name).float()
             error = float((stored - original).norm() / original.norm())
@@ -174,6 +175,14 @@ def _check_weights(folder: Path, plan: Plan, model: nn.Module) -> None:
                 matrix = matrix.T if location.transposed else matrix
                 rows = decoded[location.to_row :: location.to_step][: location.rows]
                 matrix[location.first_row :: location.row_step][: location.rows].copy_(rows)
+
+
+def _own_rows(matrix: Tensor, target: Target) -> Tensor:
+    """Those rows of an expert's matrix in the source that a target has; others hold the other half of it."""
+    upright = matrix.T if target.transposed else matrix
+    (location,) = target.locations
+    rows = upright[location.first_row :: location.row_step][: location.rows]
+    return rows.T if target.transposed else rows
 
 
 def run(family: str | Other) -> Row:

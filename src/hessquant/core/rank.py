@@ -24,7 +24,7 @@ def effective_rank(factor: Factor, hessian: Tensor) -> int:
 
     >>> import torch
     >>> from hessquant.core.factor import factorize
-    >>> inputs = torch.tensor([[1.0, 2.0, 3.0], [2.0, 4.0, 7.0]])
+    >>> inputs = torch.tensor([[1.0, 2.0, 3.0], [2.0, 4.0, -7.0]])
     >>> alike = inputs.T @ inputs
     >>> effective_rank(factorize(alike, damping=1e-3, order="natural", group_width=3), alike)
     2
