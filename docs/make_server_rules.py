@@ -110,6 +110,10 @@ def _remarks(rule: Rule) -> str:
         said.append(f"{verdict} ({rule.head.evidence.source})")
     if rule.experts is not None:
         said.append(f"experts: {rule.experts.why or 'taken'} ({rule.experts.evidence.source})")
+    if rule.experts_whole:
+        said.append(
+            "opens experts where those of all layers are quantized, symmetric, and one by one in the source too"
+        )
     if rule.experts_as_most:
         said.append("takes all experts for quantized as most weights are, whatever the config says")
     if rule.stacked_experts:

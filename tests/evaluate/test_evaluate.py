@@ -6,9 +6,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hessquant.errors import ConfigError, NonFiniteError, NotEnoughTextError
-from hessquant.evaluate.comparison import compare
-from hessquant.evaluate.evaluation import evaluate_model
-from hessquant.evaluate.perplexity import CHUNK, Perplexity, perplexity
+from hessquant.evaluation.comparison import compare
+from hessquant.evaluation.measuring import evaluate_model
+from hessquant.evaluation.perplexity import CHUNK, Perplexity, perplexity
 from hessquant.records import Comparison, TokenWindow
 
 VOCABULARY = 97

@@ -480,3 +480,22 @@ def test_the_weight_that_limits_tensor_parallelism_is_named():
     verdict = found("gptq", narrow)["vllm-cpu"]
     assert (verdict.tensor_parallel, verdict.limited_by) == (4, "model.layers.*.mlp.down_proj.weight")
     assert found("gptq", wide)["vllm-cpu"].limited_by == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "left", "reason"),
+    [
+        ({"part_of": "mlp.experts.down_proj"}, (), "leaves them random"),
+        ({"symmetric": False}, (), "reads no zeros of experts"),
+        ({}, ("model.layers.2.mlp.experts.0.up_proj.weight",), "only where those of all layers are quantized"),
+    ],
+)
+def test_transformers_opens_experts_as_it_was_seen_to(change, left, reason):
+    weights = tuple(replace(target, **change) if ".experts." in target.name else target for target in experts())
+    model = Surroundings("MixtralForCausalLM", left=frozenset(left))
+    verdict = judged("compressed-tensors", weights, model)["transformers"]
+    assert verdict.opens == "no"
+    assert reason in verdict.reason
+    verdict = judged("compressed-tensors", experts(), Surroundings("MixtralForCausalLM"))["transformers"]
+    assert (verdict.opens, verdict.basis) == ("yes", "measured")
+    assert judged("compressed-tensors", experts(), Surroundings("OlmoeForCausalLM"))["transformers"].opens == "unknown"

@@ -12,7 +12,7 @@ from hessquant.checkpoint.decode import decoded_state, quantization_of
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.unpacked import UnpackedCheckpoint
 from hessquant.errors import SourceError
-from hessquant.evaluate.evaluation import evaluate_model
+from hessquant.evaluation.measuring import evaluate_model
 from hessquant.models.context import context_of
 from hessquant.models.context import window_length as window_length_of
 from hessquant.models.library import predicts_next_token

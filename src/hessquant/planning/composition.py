@@ -1,7 +1,7 @@
 """What clients make of a model as a whole: fused sets, experts, heads, and modules that they build unquantized."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -141,18 +141,37 @@ def _experts(
     rule: Rule, targets: Sequence[Target], experts: Sequence[Target], model: Surroundings
 ) -> Iterator[Finding]:
     yield _part(rule.experts, "never tried with mixtures of experts", model)
-    if not rule.fuses:
-        return
-    unnamed = next((target.name for target in experts if not _EXPERT.fullmatch(target.name)), None)
-    if unnamed is not None:
-        yield Finding("no", f"has no name for an expert's matrix in a form like {unnamed}", "documented")
-    if model.architecture.startswith(rule.stacked_experts or (" ",)):
-        yield Finding("no", f"reads the experts of {model.architecture} only where one tensor holds all", "documented")
     layers: dict[str, set[object]] = {}
     for name, settings in (*((t.name, settings_of(t)) for t in experts), *((name, None) for name in model.left)):
         found = _EXPERT.fullmatch(name)
         if found:
             layers.setdefault(found[1], set()).add(settings)
+    if rule.experts_whole and any(None in settings for settings in layers.values()):
+        yield Finding("no", "opens experts only where those of all layers are quantized", "measured")
+    if rule.experts_whole and any(target.part_of for target in experts):
+        reason = (
+            "makes one tensor of experts by names that it has none of for this architecture, and leaves them random"
+        )
+        yield Finding("no", reason, "measured")
+    if rule.experts_whole and not all(target.symmetric for target in experts):
+        yield Finding("no", "reads no zeros of experts", "documented")
+    if rule.fuses:
+        yield from _experts_as_one(rule, targets, experts, layers, model)
+
+
+def _experts_as_one(
+    rule: Rule,
+    targets: Sequence[Target],
+    experts: Sequence[Target],
+    layers: Mapping[str, set[object]],
+    model: Surroundings,
+) -> Iterator[Finding]:
+    """What a server makes of experts that it runs as one module; `layers` has the settings in each."""
+    unnamed = next((target.name for target in experts if not _EXPERT.fullmatch(target.name)), None)
+    if unnamed is not None:
+        yield Finding("no", f"has no name for an expert's matrix in a form like {unnamed}", "documented")
+    if model.architecture.startswith(rule.stacked_experts or (" ",)):
+        yield Finding("no", f"reads the experts of {model.architecture} only where one tensor holds all", "documented")
     uneven = next((owner for owner, settings in layers.items() if len(settings) > 1), None)
     if uneven is not None:
         yield Finding("no", f"takes all matrices of {uneven} as one, and they are not all alike", "documented")

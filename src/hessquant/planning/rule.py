@@ -82,6 +82,8 @@ class Rule:
         head: What is known of quantized heads; None = nothing.
         experts: What is known of quantized experts; None = nothing.
         experts_as_most: Whether it takes experts for quantized as most weights are, whatever the config says.
+        experts_whole: Whether it opens experts only where those of all layers are quantized, symmetric, and one by one
+            in the source too.
         stacked_experts: Beginnings of classes whose experts it reads in no other form than all in one tensor.
         unquantized: Modules that it builds without quantization.
         dtypes: Activations that it computes with.
@@ -108,6 +110,7 @@ class Rule:
     head: Part | None = None
     experts: Part | None = None
     experts_as_most: bool = False
+    experts_whole: bool = False
     stacked_experts: tuple[str, ...] = ()
     unquantized: tuple[Unquantized, ...] = ()
     dtypes: str = ""

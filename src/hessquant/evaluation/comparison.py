@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from hessquant.errors import ConfigError
-from hessquant.evaluate.perplexity import (
+from hessquant.evaluation.perplexity import (
     CHUNK,
     Perplexity,
     evaluation_mode,
