@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import hessquant
+from hessquant.checkpoint.sidecars import copy_sidecars
 from hessquant.errors import SourceError
 from hessquant.models.source import resolve, title_of
 from hessquant.pipeline import inspect, make_plan
@@ -194,3 +195,13 @@ def test_a_linear_is_excluded_under_either_of_its_names(joined):
     by_second = hessquant.Config(group_size=32, exclude=("also", "up_proj"))
     again = make_plan(joined("module_under_two_names"), by_second)
     assert "model.layers.0.mlp.gate_proj.weight" not in {target.name for target in again.targets}
+
+
+def test_a_run_directory_inside_the_source_is_not_copied(tmp_path):
+    out = tmp_path / "model" / "out"
+    kept = tmp_path / "model" / "out.run"
+    kept.mkdir(parents=True)
+    (kept / "run.json").write_text("{}")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    copy_sidecars(tmp_path / "model", out, ())
+    assert sorted(path.name for path in out.rglob("*") if path.is_file()) == ["tokenizer.json"]

@@ -117,13 +117,15 @@ def _without_places(path: Path) -> bytes | None:
 
 
 def _sidecars(source: Path, out: Path) -> Iterator[Path]:
+    # The output may lie inside the source, and its run directory beside it.
+    made = {out, out.with_name(f"{out.name}.run")}
     for folder, folders, files in os.walk(source):
         here = Path(folder)
-        # Pruned in place: hidden folders, other forms of the model, and the output when it lies inside the source.
+        # Pruned in place: hidden folders, other forms of the model, and what is being made.
         folders[:] = sorted(
             name
             for name in folders
-            if not name.startswith(".") and not _OTHER_FORMS.fullmatch(name) and (here / name).resolve() != out
+            if not name.startswith(".") and not _OTHER_FORMS.fullmatch(name) and (here / name).resolve() not in made
         )
         for file in sorted(files):
             path = here / file
