@@ -29,8 +29,8 @@ def by_dynamic(config, module):
     return tuple(values.values())
 
 
-def vllm_gptq(config, module):
-    """A linear layer, by the name of the weight that a checkpoint has for it."""
+def vllm_gptq(config, module, known):
+    """A linear layer, by the name of the weight that a checkpoint has for it; `known` are the names of all."""
     owner, _, leaf = module.rpartition(".")
     if leaf == "lm_head" and not config["lm_head"]:
         return None
@@ -38,7 +38,10 @@ def vllm_gptq(config, module):
     if listed and not any(name in module for name in listed):
         return None
     # The settings are looked up by the name of what it is fused into.
-    fused = next((name for name, parts in FUSED.items() if leaf in parts), leaf)
+    fused = next(
+        (name for name, parts in FUSED.items() if leaf in parts and all(f"{owner}.{part}" in known for part in parts)),
+        leaf,
+    )
     looked_up = f"{owner}.{fused}" if owner else fused
     expert = re.fullmatch(r"(.*\.experts)\.\d+\..*", module)
     return by_dynamic(config, expert[1] if expert else looked_up)

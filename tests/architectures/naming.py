@@ -20,24 +20,26 @@ def config_faults(model: Path, out: Path) -> list[str]:
     tensors = _headers(out)
     names = _names_in_model(model, tensors)
     in_parts = any("language_model" in name for name in (*names, *names.values()))
+    modules = _modules(tensors)
     return [
         fault
-        for module, settings in _modules(tensors).items()
-        for fault in _read(described, module, names.get(module, module), settings, in_parts)
+        for module, settings in modules.items()
+        for fault in _read(described, module, names.get(module, module), settings, in_parts, modules)
     ]
 
 
-def _read(described, module, in_model, settings, in_parts):
-    spelled = dict.fromkeys(name for known in (module, in_model) for name in readers.vllm_names(known, in_parts))
+def _read(described, module, in_model, settings, in_parts, known):
+    spelled = dict.fromkeys(each for name in (module, in_model) for each in readers.vllm_names(name, in_parts))
     if described["quant_method"] == "gptq":
         for name in spelled:
             found = readers.by_dynamic(described, name)
             head = name.endswith("lm_head") and not described["lm_head"]
             if found != settings and not head:
                 yield f"{module} is {settings}, but by dynamic {name} is {found}"
-        if readers.vllm_gptq(described, module) != settings:
-            yield f"{module} is {settings}, but vLLM takes it for {readers.vllm_gptq(described, module)}"
-        listed = "modules_in_block_to_quantize" in described
+        if readers.vllm_gptq(described, module, known) != settings:
+            yield f"{module} is {settings}, but vLLM takes it for {readers.vllm_gptq(described, module, known)}"
+        # Experts are one tensor in transformers' model, and no module that optimum could replace.
+        listed = "modules_in_block_to_quantize" in described and not _EXPERTS.fullmatch(module)
         if listed and settings is not None and not readers.optimum(described, in_model):
             yield f"{module} is {settings}, but optimum leaves {in_model} out"
         if listed and settings is None and readers.optimum(described, in_model):
