@@ -46,7 +46,7 @@ def test_every_tensor_is_a_step(sharded):
 def test_the_size_of_the_pieces_changes_nothing(chunk, change, monkeypatch):
     directory = change("b.safetensors", z=torch.arange(56, dtype=torch.float32).view(7, 8))
     whole = digest(directory)
-    monkeypatch.setattr(auditing, "_CHUNK_BYTES", chunk)
+    monkeypatch.setattr(auditing, "CHUNK_BYTES", chunk)
     assert digest(directory) == whole
 
 
@@ -75,7 +75,7 @@ def test_a_number_that_is_not_finite_is_refused_with_its_place(dtype, value, cha
     tensor = torch.ones(9, 4, dtype=dtype)
     tensor[7, 2] = value
     directory = change("b.safetensors", z=tensor)
-    monkeypatch.setattr(auditing, "_CHUNK_BYTES", 32)
+    monkeypatch.setattr(auditing, "CHUNK_BYTES", 32)
     with pytest.raises(SourceError, match=rf"b\.safetensors: tensor z is {value} at \[7, 2\]"):
         digest(directory)
 

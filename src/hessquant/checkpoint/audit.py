@@ -12,7 +12,7 @@ from hessquant.core.hessian import first_non_finite
 from hessquant.errors import SourceError
 from hessquant.records import Progress, TensorInfo
 
-_CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 16 << 20
 CHECKED = ("F64", "F32", "BF16", "F16")
 """Dtypes whose numbers may be not finite."""
 
@@ -38,7 +38,7 @@ def audit(source: CheckpointReader, progress: Progress, scales: ScaleCheck | Non
     for name, info in sorted(source.tensors.items()):
         digest.update(json.dumps([name, info.dtype, info.shape]).encode())
         rows = 0
-        for piece in source.chunks(name, _CHUNK_BYTES):
+        for piece in source.chunks(name, CHUNK_BYTES):
             digest.update(raw_bytes(piece).numpy().data)
             if info.dtype in CHECKED:
                 _refuse_non_finite(info, piece, rows)

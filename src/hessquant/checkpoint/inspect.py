@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from hessquant.checkpoint.against_model import compare_with_model
-from hessquant.checkpoint.audit import CHECKED as FLOATING
+from hessquant.checkpoint.audit import CHECKED, CHUNK_BYTES
 from hessquant.checkpoint.decode import layout_in, parts_in, quantization_of
 from hessquant.checkpoint.header import read_json
 from hessquant.checkpoint.reader import CONFIG_FILE, ShardFiles, take_inventory
@@ -15,8 +15,6 @@ from hessquant.formats.dialect import Dialect, ModuleSettings, Settings
 from hessquant.formats.dialects import DIALECTS, dialect_of
 from hessquant.models.source import ModelSource
 from hessquant.records import InspectedWeight, Inspection, TensorInfo
-
-_CHUNK_BYTES = 16 << 20
 
 
 def inspect_checkpoint(directory: Path, *, trust_remote_code: bool = False) -> Inspection:
@@ -78,11 +76,11 @@ def _as_plain(weight: InspectedWeight) -> TensorInfo:
 
 def _non_finite(untouched: Iterable[TensorInfo], files: ShardFiles) -> Iterator[str]:
     for info in untouched:
-        if info.dtype not in FLOATING:
+        if info.dtype not in CHECKED:
             continue
         bad = 0
         try:
-            for piece in files.chunks(info, _CHUNK_BYTES):
+            for piece in files.chunks(info, CHUNK_BYTES):
                 bad += int((~torch.isfinite(piece)).sum())
         except SourceError as error:
             yield str(error)
