@@ -62,6 +62,29 @@ def test_a_system_that_removes_no_open_file_loses_it_after_the_release(tmp_path,
     assert not path.exists()
 
 
+def test_a_folder_that_is_removed_while_it_is_made_is_made_again(tmp_path, monkeypatch):
+    path, mkdir, calls = tmp_path / "folder" / "lock", Path.mkdir, []
+
+    def overtaken(self, *args, **kwargs):
+        calls.append(self)
+        if len(calls) == 1:  # as pathlib ends when the folder goes between its two looks
+            raise FileExistsError(17, "File exists", str(self))
+        mkdir(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", overtaken)
+    held = HeldFile.take(path)
+    assert held is not None
+    held.release(as_found=False)
+    assert not path.parent.exists()
+
+
+@pytest.mark.parametrize("make", [lambda folder: folder.touch(), lambda folder: folder.symlink_to("nowhere")])
+def test_what_is_no_folder_is_an_error_and_not_another_process(tmp_path, make):
+    make(tmp_path / "folder")
+    with pytest.raises(OSError, match="folder"):
+        HeldFile.take(tmp_path / "folder" / "lock")
+
+
 def test_many_that_come_and_go_are_never_two_at_once(tmp_path):
     path, inside, most, taken = tmp_path / "folder" / "lock", [], [], []
 

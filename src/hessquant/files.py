@@ -63,21 +63,26 @@ class HeldFile:
         """
         folder = path.absolute().parent
         made = [missing for missing in (folder, *folder.parents) if not missing.exists()]
+        gone: OSError | None = None
         for _ in range(_TRIES):
+            gone = None
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 lock, found = _Lock(path), path.exists()
                 lock.acquire(timeout=0)
             except Timeout:
                 return None
-            except FileNotFoundError:
-                continue  # its last holder has removed the folder meanwhile
+            except (FileNotFoundError, FileExistsError) as error:
+                gone = error  # its last holder has removed the folder meanwhile, or it is no folder
+                continue
             except OSError:
                 _remove_empty(made)
                 raise
             if lock.has_its_name():
                 return cls(path, lock, found=found, made=made)
             lock.release()
+        if gone is not None:
+            raise gone
         return None  # others come and go
 
     def release(self, *, as_found: bool) -> None:
