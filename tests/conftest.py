@@ -11,6 +11,7 @@ from hessquant.records import (
     Comparison,
     Evaluation,
     ExportReport,
+    GridSpec,
     InspectedWeight,
     Inspection,
     LayerRecord,
@@ -43,9 +44,7 @@ def _targets():
             block=block,
             rows=rows,
             columns=columns,
-            bits=4,
-            group_size=64,
-            symmetric=True,
+            grid=GridSpec(4, 64),
             transposed=False,
             shares_input_with=f"model.layers.{block}.{name}.weight",
         )
@@ -62,8 +61,8 @@ def _layer(target, index):
         name=target.name,
         rows=target.rows,
         columns=target.columns,
-        bits=target.bits,
-        group_size=target.group_size,
+        bits=target.grid.bits,
+        group_size=target.grid.group_size,
         tokens=65_536,
         shares_hessian_with=target.name,
         pooled_share=0.0,
@@ -172,7 +171,8 @@ def inspection():
         directory="small",
         format="gptq",
         weights=tuple(
-            InspectedWeight(f"model.layers.{block}.mlp.up_proj", 1536, 576, 4, 64, True, 500_000) for block in range(30)
+            InspectedWeight(f"model.layers.{block}.mlp.up_proj", 1536, 576, GridSpec(4, 64), 500_000)
+            for block in range(30)
         ),
         untouched=(TensorInfo("model.embed_tokens.weight", (49152, 576), "BF16", 56_623_104, "model.safetensors"),),
         bits_per_weight=4.3125,

@@ -47,7 +47,7 @@ def test_a_model_is_made_of_one_file_that_says_the_same(source, tmp_path):
     }
     found = hessquant.inspect(tmp_path / "out")
     assert found.faults == ()
-    assert {weight.bits for weight in found.weights} == {4, 8}
+    assert {weight.grid.bits for weight in found.weights} == {4, 8}
     assert sum(weight.bytes for weight in found.weights) == report.plan.output_bytes - sum(
         tensor.bytes for tensor in report.plan.untouched
     )

@@ -98,7 +98,10 @@ def test_a7_a_tied_head_is_untied_and_the_embedding_stays_as_it_was(model, tmp_p
 def test_a7_an_override_lands_on_the_head_only(model, tmp_path, format):
     overrides = (parse_override("lm_head=bits:8,group:-1"),)
     quantize(model(True), tmp_path / "out", format=format, overrides=overrides)
-    found = {weight.name: (weight.bits, weight.group_size) for weight in hessquant.inspect(tmp_path / "out").weights}
+    found = {
+        weight.name: (weight.grid.bits, weight.grid.group_size)
+        for weight in hessquant.inspect(tmp_path / "out").weights
+    }
     assert found.pop("lm_head.weight") == (8, -1)
     assert set(found.values()) == {(4, 32)}
     if format == "gptq":

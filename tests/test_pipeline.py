@@ -290,7 +290,7 @@ def test_every_width_and_symmetry_is_written_verified_and_sound(bits, symmetric,
     assert report.verified_tensors == 14
     inspection = hessquant.inspect(tmp_path / "out")
     assert inspection.faults == ()
-    assert {(weight.bits, weight.symmetric, weight.group_size) for weight in inspection.weights} == {
+    assert {(weight.grid.bits, weight.grid.symmetric, weight.grid.group_size) for weight in inspection.weights} == {
         (bits, symmetric, group_size)
     }
 
@@ -305,7 +305,7 @@ def test_compressed_tensors_are_written_verified_and_sound(bits, symmetric, grou
     assert report.output_bytes == sum(tensor.numel() for tensor in written(tmp_path / "out").values())
     inspection = hessquant.inspect(tmp_path / "out")
     assert (inspection.format, inspection.faults) == ("pack-quantized", ())
-    assert {(weight.bits, weight.symmetric, weight.group_size) for weight in inspection.weights} == {
+    assert {(weight.grid.bits, weight.grid.symmetric, weight.grid.group_size) for weight in inspection.weights} == {
         (bits, symmetric, group_size)
     }
     assert not (tmp_path / "out" / "quantize_config.json").exists()

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from hessquant.errors import GridError
+
 
 class Progress(Protocol):
     """What a run tells its caller while it works; the command line draws it."""
@@ -70,6 +72,53 @@ class Location:
 
 
 @dataclass(frozen=True)
+class GridSpec:
+    """The grid that a weight is on, or is to be put on.
+
+    Attributes:
+        bits: Bits per code, 2 to 8.
+        group_size: Inputs per group; -1 = one group per row.
+        symmetric: Zero fixed at 2^(bits-1) instead of one per group.
+        scale_dtype: Floating dtype that scales are stored in, as torch names it.
+    """
+
+    bits: int = 4
+    group_size: int = -1
+    symmetric: bool = True
+    scale_dtype: str = "float16"
+
+    @property
+    def top(self) -> int:
+        """Largest code."""
+        return (1 << self.bits) - 1
+
+    @property
+    def middle(self) -> int:
+        """Zero of a symmetric grid."""
+        return 1 << (self.bits - 1)
+
+    def width(self, columns: int) -> int:
+        """Inputs per group of a weight with `columns` inputs.
+
+        Raises:
+            GridError: If the group size does not divide the inputs.
+        """
+        if self.group_size == -1:
+            return columns
+        if columns % self.group_size:
+            raise GridError(f"group size {self.group_size} does not divide {columns} inputs")
+        return self.group_size
+
+    def groups(self, columns: int) -> int:
+        """Groups per row; a ragged last one counts."""
+        return 1 if self.group_size == -1 else -(-columns // self.group_size)
+
+    def __str__(self) -> str:
+        kind = "symmetric" if self.symmetric else "asymmetric"
+        return f"{kind} {self.bits}-bit, group size {self.group_size}"
+
+
+@dataclass(frozen=True)
 class Target:
     """One weight that will be quantized.
 
@@ -79,9 +128,7 @@ class Target:
         block: Index of the block that holds it; the head's is the number of blocks.
         rows: Outputs.
         columns: Inputs.
-        bits: Bits per code.
-        group_size: Inputs per group; -1 = one group per row.
-        symmetric: Whether the zero is fixed at mid-range.
+        grid: The grid that it is put on.
         transposed: Whether the checkpoint stores it [columns, rows].
         shares_input_with: The first target that is multiplied with the same input tensor, possibly itself.
         calls: Products with it in one forward pass; more than one where a layer is looped.
@@ -95,9 +142,7 @@ class Target:
     block: int
     rows: int
     columns: int
-    bits: int
-    group_size: int
-    symmetric: bool
+    grid: GridSpec
     transposed: bool
     shares_input_with: str
     calls: int = 1
@@ -113,7 +158,7 @@ class Target:
     @property
     def groups(self) -> int:
         """Groups per row."""
-        return 1 if self.group_size == -1 else self.columns // self.group_size
+        return self.grid.groups(self.columns)
 
 
 @dataclass(frozen=True)
@@ -468,9 +513,7 @@ class InspectedWeight:
     name: str
     rows: int
     columns: int
-    bits: int
-    group_size: int
-    symmetric: bool
+    grid: GridSpec
     bytes: int
 
 

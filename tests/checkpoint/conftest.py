@@ -12,8 +12,8 @@ from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.verify import verify
 from hessquant.checkpoint.writer import complete, write_checkpoint
 from hessquant.config import Config
-from hessquant.core.grid import GridSpec, QuantizedWeight
-from hessquant.records import Plan
+from hessquant.core.grid import QuantizedWeight
+from hessquant.records import GridSpec, Plan
 
 SIDECARS = {
     "tokenizer.json": b'{"model": {}}',

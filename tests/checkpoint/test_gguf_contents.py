@@ -7,7 +7,7 @@ from tests.checkpoint import gguf_cases as cases
 
 from hessquant.checkpoint.gguf_contents import contents_of, file_type, gguf_fault
 from hessquant.errors import PlanError
-from hessquant.records import Untouched
+from hessquant.records import GridSpec, Untouched
 
 EMBEDDING, QUERY = "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"
 
@@ -93,7 +93,7 @@ def test_a_tokenizer_without_a_form_is_told_before_any_work(config, tmp_path, to
     ("change", "complaint"),
     [
         (lambda plan: change_target(plan, QUERY, transposed=True), "q_proj.weight: weights that are stored transposed"),
-        (lambda plan: change_target(plan, QUERY, group_size=16), "q_proj.weight: group size 16"),
+        (lambda plan: change_target(plan, QUERY, grid=GridSpec(4, 16)), "q_proj.weight: group size 16"),
         (lambda plan: change_target(plan, QUERY, rows=64), "has 64 rows, but the config says 4 heads of 32"),
         (lambda plan: change_untouched(plan, EMBEDDING, shape=(9, 64)), "has 9 rows, but the config says"),
         (lambda plan: change_untouched(plan, EMBEDDING, dtype="F64"), "embed_tokens.weight: F64"),
@@ -135,7 +135,8 @@ def test_an_untied_head_can_be_a_target(config, plan):
 
 def test_the_file_type_is_what_most_of_the_blocks_are(config, plan):
     assert file_type(contents_of(config, plan)) == LlamaFileType.MOSTLY_Q4_0
-    mixed = replace(plan, targets=tuple(replace(t, bits=8) if "self_attn" in t.name else t for t in plan.targets))
+    eight = tuple(replace(t, grid=replace(t.grid, bits=8)) if "self_attn" in t.name else t for t in plan.targets)
+    mixed = replace(plan, targets=eight)
     assert file_type(contents_of(config, mixed)) == LlamaFileType.MOSTLY_Q8_0
     plain = [Untouched(t.name, (t.rows, t.columns), "F16", 0, "") for t in plan.targets]
     untouched = replace(plan, targets=(), untouched=(*plan.untouched, *plain))

@@ -4,10 +4,11 @@ from tests.problems import loss_of, random_layer, swept
 
 from hessquant.core.bounds import expected_rtn_loss, expected_sweep_loss, order_free_floor
 from hessquant.core.factor import factorize
-from hessquant.core.grid import Grid, GridSpec, encode, min_max
+from hessquant.core.grid import Grid, encode, min_max
 from hessquant.core.obq import damped
+from hessquant.records import GridSpec
 
-SPEC = GridSpec(bits=8, group_size=16, scale_dtype=torch.float32)
+SPEC = GridSpec(bits=8, group_size=16, scale_dtype="float32")
 
 
 def roomy(weight):
@@ -49,7 +50,7 @@ def test_the_floor_is_the_same_for_every_order_and_below_each_ones_expected_loss
 
 def test_the_floor_is_the_determinant_bound():
     _, hessian = random_layer(1, 8, seed=1)
-    grid = min_max(torch.ones(1, 8), GridSpec(bits=4, scale_dtype=torch.float64))
+    grid = min_max(torch.ones(1, 8), GridSpec(bits=4, scale_dtype="float64"))
     factor = factorize(hessian, damping=0.01, order="natural", group_width=8)
     step = grid.scales.item()
     determinant = torch.linalg.det(damped(hessian, 0.01)).item()

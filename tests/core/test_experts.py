@@ -8,10 +8,10 @@ from hessquant.config import Config
 from hessquant.core import gptq, hessian
 from hessquant.core.experts import pooled, shrink
 from hessquant.core.factor import factorize
-from hessquant.core.grid import GridSpec
 from hessquant.core.hessian import HessianStatistics
 from hessquant.core.objective import loss_per_row
 from hessquant.kernels import twin
+from hessquant.records import GridSpec
 
 COLUMNS = 64
 KERNELS = gptq.Kernels(twin.sweep_block, twin.search_scales)
@@ -39,7 +39,7 @@ def tokens_of(expert, count, seed):
 
 
 def solve(weight, mean):
-    spec = GridSpec(4, True, 32)
+    spec = GridSpec(4, 32, True)
     factor = factorize(mean, damping=0.01, order="activation", group_width=32)
     return gptq.solve(weight, mean, factor, spec, Config(), KERNELS).weight
 
@@ -54,7 +54,7 @@ def held_out_ratio(tokens, seed, expert=0):
     fresh = tokens_of(expert, 4096, seed + 1)
     true = fresh.T @ fresh / len(fresh)
     nearest = gptq.solve(
-        weight, true, factorize(true, damping=0.01, order="natural", group_width=32), GridSpec(4, True, 32), Config(),
+        weight, true, factorize(true, damping=0.01, order="natural", group_width=32), GridSpec(4, 32, True), Config(),
         KERNELS,
     )  # fmt: skip
     swept = float(loss_per_row(weight - solve(weight, mean).dequantize(weight.dtype), true).sum())
@@ -74,7 +74,7 @@ def test_without_the_pool_an_expert_with_few_tokens_is_worse_than_with_it():
         weight = torch.randn(48, COLUMNS, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         values = solve(weight, inputs.T @ inputs / tokens).dequantize(weight.dtype)
         factor = factorize(true, damping=0.01, order="natural", group_width=32)
-        nearest = gptq.solve(weight, true, factor, GridSpec(4, True, 32), Config(), KERNELS)
+        nearest = gptq.solve(weight, true, factor, GridSpec(4, 32, True), Config(), KERNELS)
         return float(loss_per_row(weight - values, true).sum()) / nearest.rtn_loss
 
     for seed in range(3):

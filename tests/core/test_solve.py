@@ -10,10 +10,11 @@ from hessquant.config import Config
 from hessquant.core import gptq
 from hessquant.core.factor import factorize
 from hessquant.core.gptq import Kernels
-from hessquant.core.grid import GridSpec, QuantizedWeight, encode, min_max, scale_factors
+from hessquant.core.grid import QuantizedWeight, encode, min_max, scale_factors
 from hessquant.core.objective import loss
 from hessquant.errors import GridError, NonFiniteError
 from hessquant.kernels import twin
+from hessquant.records import GridSpec
 
 TWIN = Kernels(twin.sweep_block, twin.search_scales)
 
@@ -176,6 +177,6 @@ def test_a_hessian_beyond_float32_changes_nothing_but_the_losses(scale):
 
 def test_weights_whose_losses_overflow_are_refused():
     weight, hessian = random_layer(2, 8, seed=10)
-    spec = GridSpec(bits=4, scale_dtype=torch.float32)
+    spec = GridSpec(bits=4, scale_dtype="float32")
     with pytest.raises(NonFiniteError, match="overflow"):
         solved((weight * 1e30).float(), hessian, spec, Config())

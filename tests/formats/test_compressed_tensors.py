@@ -8,14 +8,15 @@ from tests.formats.test_gptq_config import make_plan
 from tests.formats.test_gptq_tensors import random_weight, read_stream, stated, stated_by
 
 from hessquant.config import Config
-from hessquant.core.grid import Grid, GridSpec, QuantizedWeight
+from hessquant.core.grid import Grid, QuantizedWeight
 from hessquant.errors import CheckpointError, SourceError
 from hessquant.formats import compressed_tensors as ct
 from hessquant.formats import compressed_tensors_config
 from hessquant.formats.compressed_tensors_config import read_settings
 from hessquant.formats.described import description_of
-from hessquant.formats.dialect import ModuleSettings, layout_of
+from hessquant.formats.dialect import layout_of
 from hessquant.formats.dialects import DIALECTS, dialect_of
+from hessquant.records import GridSpec
 
 
 def test_codes_pack_along_the_inputs_to_the_golden_words():
@@ -28,7 +29,7 @@ def test_codes_pack_along_the_inputs_to_the_golden_words():
 
 def test_zeros_pack_along_the_outputs_to_the_golden_words():
     zeros = torch.arange(8, dtype=torch.uint8).view(8, 1)
-    grid = Grid(GridSpec(4, False), torch.ones(8, 1, dtype=torch.float16), zeros)
+    grid = Grid(GridSpec(4, symmetric=False), torch.ones(8, 1, dtype=torch.float16), zeros)
     packed = ct.pack(QuantizedWeight(torch.zeros(8, 8, dtype=torch.uint8), grid), ct.VARIANT)["weight_zero_point"]
     assert packed.shape == (1, 1)
     assert packed.item() == 0x76543210
@@ -150,20 +151,20 @@ def test_modules_left_alone_are_ignored_by_their_full_names():
     assert described["ignore"] == ["model.layers.0.mlp.down_proj", "lm_head"]
     read = read_settings(described)
     assert read.module("model.layers.0.mlp.down_proj") is None
-    assert read.module("model.layers.1.mlp.down_proj") == ModuleSettings(4, 32, True)
+    assert read.module("model.layers.1.mlp.down_proj") == GridSpec(4, 32, True)
 
 
 def test_modules_with_settings_of_their_own_are_a_group_of_their_own():
     plan = make_plan()
     wide = "model.layers.1.mlp.down_proj.weight"
     targets = tuple(
-        dataclasses.replace(target, bits=8, group_size=-1) if target.name == wide else target for target in plan.targets
+        dataclasses.replace(target, grid=GridSpec(8)) if target.name == wide else target for target in plan.targets
     )
     described = describe(dataclasses.replace(plan, targets=targets), Config(), ct.VARIANT, "0")
     assert [group["targets"] for group in described["config_groups"].values()] == [[wide[:-7]], ["Linear"]]
     read = read_settings(described)
     for target in targets:
-        assert read.module(target.name[:-7]) == ModuleSettings(target.bits, target.group_size, target.symmetric)
+        assert read.module(target.name[:-7]) == target.grid
 
 
 @pytest.mark.parametrize(

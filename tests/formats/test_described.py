@@ -7,7 +7,7 @@ from hessquant.errors import PlanError
 from hessquant.formats.described import description_of
 from hessquant.formats.dialects import DIALECTS
 from hessquant.formats.judge import misread
-from hessquant.records import Location, Untouched
+from hessquant.records import GridSpec, Location, Untouched
 
 FORMATS = ["gptq", "compressed-tensors"]
 
@@ -65,7 +65,12 @@ def experts(plan, settings=None):
     """The plan with two experts in place of the MLP of each block."""
     dense = [target for target in plan.targets if ".mlp." not in target.name]
     others = [
-        dataclasses.replace(target, name=name, locations=(Location(name, 64),), **(settings or {}))
+        dataclasses.replace(
+            target,
+            name=name,
+            locations=(Location(name, 64),),
+            grid=dataclasses.replace(target.grid, **(settings or {})),
+        )
         for target in plan.targets
         if ".mlp." in target.name
         for number in range(2)
@@ -118,7 +123,7 @@ def test_two_weights_of_one_name_with_different_settings_are_refused():
     plan = make_plan()
     first, second, *others = plan.targets
     same = (Location("model.layers.0.self_attn.qkv_proj.weight", 64),)
-    changed = dataclasses.replace(first, locations=same, bits=8), dataclasses.replace(second, locations=same)
+    changed = dataclasses.replace(first, locations=same, grid=GridSpec(8)), dataclasses.replace(second, locations=same)
     with pytest.raises(
         PlanError, match=r"k_proj and .*q_proj would be quantized differently, but clients know both as"
     ):

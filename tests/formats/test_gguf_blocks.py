@@ -6,15 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.formats.test_gptq_tensors import random_weight, stated, stated_by
 
-from hessquant.core.grid import Grid, GridSpec, QuantizedWeight
+from hessquant.core.grid import Grid, QuantizedWeight
 from hessquant.errors import CheckpointError
 from hessquant.formats import gguf_blocks as blocks
+from hessquant.records import GridSpec
 
 Q4_0, Q5_0, Q8_0 = gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q5_0, gguf.GGMLQuantizationType.Q8_0
 
 
 def one_row(codes, bits, symmetric=True, zero=None, scale=1.0):
-    spec = GridSpec(bits, symmetric)
+    spec = GridSpec(bits, symmetric=symmetric)
     zeros = torch.full((1, 1), spec.middle if zero is None else zero, dtype=torch.uint8)
     return QuantizedWeight(
         torch.tensor([codes], dtype=torch.uint8), Grid(spec, torch.tensor([[scale]], dtype=torch.float16), zeros)
@@ -117,7 +118,7 @@ def test_scales_that_float16_does_not_hold_are_refused(dtype):
     weight = random_weight(2, 64, 4, 32)
     scales = weight.grid.scales.to(dtype)
     scales[:] = 0.5
-    exact = QuantizedWeight(weight.codes, Grid(GridSpec(4, True, 32, dtype), scales, weight.grid.zeros))
+    exact = QuantizedWeight(weight.codes, Grid(GridSpec(4, 32, True, dtype), scales, weight.grid.zeros))
     assert torch.equal(blocks.unpack(blocks.pack(exact), Q4_0), exact.dequantize())
     scales[1, 1] = 2.0**-30
     with pytest.raises(CheckpointError, match="are not exact in float16"):

@@ -3,11 +3,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hessquant.core.grid import Grid, GridSpec, QuantizedWeight, encode, min_max
+from hessquant.core.grid import Grid, QuantizedWeight, encode, min_max
 from hessquant.errors import CheckpointError
 from hessquant.formats import bits as bit_streams
 from hessquant.formats import compressed_tensors, gptq
-from hessquant.formats.dialect import ModuleSettings, layout_of
+from hessquant.formats.dialect import layout_of
+from hessquant.records import GridSpec
 
 
 def random_weight(rows, columns, bits, group_size=-1, symmetric=True, seed=0):
@@ -24,12 +25,12 @@ def random_weight(rows, columns, bits, group_size=-1, symmetric=True, seed=0):
 
 
 def stated(bits, group_size=-1, symmetric=True):
-    return ModuleSettings(bits, group_size, symmetric)
+    return GridSpec(bits, group_size, symmetric)
 
 
 def stated_by(weight):
     spec = weight.grid.spec
-    return ModuleSettings(spec.bits, spec.group_size, spec.symmetric)
+    return spec
 
 
 def read_stream(words, bits):
@@ -260,7 +261,8 @@ def test_scales_are_read_in_the_dtype_that_they_are_stored_in():
     parts = gptq.pack(weight, "gptq")
     parts["scales"] = parts["scales"].bfloat16()
     read = gptq.unpack(parts, stated(4, 16), "gptq")
-    assert read.grid.spec.scale_dtype == read.grid.scales.dtype == torch.bfloat16
+    assert read.grid.spec.scale_dtype == "bfloat16"
+    assert read.grid.scales.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

@@ -9,7 +9,7 @@ from hessquant.planning.composition import Surroundings
 from hessquant.planning.rule import Evidence, Mixing, Part
 from hessquant.planning.server_rules import RULES
 from hessquant.planning.servers import judge, verdicts
-from hessquant.records import Location, Target
+from hessquant.records import GridSpec, Location, Target
 
 BLOCKS = ("model.layers.0", "model.layers.1")
 SHAPES = {
@@ -23,24 +23,34 @@ SHARES = {
     "mlp.up_proj": "mlp.gate_proj",
 }
 
+OF_TARGET = {"transposed", "rows", "part_of", "may_be_skipped", "calls"}
+
+
+def changed(target, values):
+    grid = {name: value for name, value in values.items() if name not in OF_TARGET}
+    others = {name: value for name, value in values.items() if name in OF_TARGET}
+    return replace(target, grid=replace(target.grid, **grid), **others)
+
 
 def targets(changes=None, **settings):
     """SmolLM2's shapes in two blocks; `changes` gives some weights (by the end of their names) other values."""
     found = []
     for index, block in enumerate(BLOCKS):
         for name, (rows, columns) in SHAPES.items():
-            values = {"bits": 4, "group_size": 64, "symmetric": True, "transposed": False, "rows": rows} | settings
+            grid = {"bits": 4, "group_size": 64, "symmetric": True} | settings
+            values = {"transposed": False, "rows": rows} | {k: grid.pop(k) for k in set(grid) & OF_TARGET}
             target = Target(
                 name=f"{block}.{name}.weight",
                 locations=(Location(f"{block}.{name}.weight", rows),),
                 block=index,
                 columns=columns,
                 shares_input_with=f"{block}.{SHARES.get(name, name)}.weight",
+                grid=GridSpec(**grid),
                 **values,
             )
             for ending, other in (changes or {}).items():
                 if f"{block}.{name}".endswith(ending):
-                    target = replace(target, **other)
+                    target = changed(target, other)
             found.append(target)
     return tuple(found)
 
@@ -51,9 +61,7 @@ HEAD = Target(
     len(BLOCKS),
     49152,
     576,
-    4,
-    64,
-    True,
+    GridSpec(4, 64),
     False,
     "lm_head.weight",
 )
@@ -106,13 +114,13 @@ def test_every_row_takes_and_refuses_what_it_lists(rule):
     even = tuple(replace(target, columns=2048) for target in even)
     for symmetric, taken in ((True, rule.symmetric), (False, rule.asymmetric)):
         for bits in range(2, 9):
-            weights = tuple(replace(target, bits=bits, symmetric=symmetric) for target in even)
+            weights = tuple(replace(target, grid=GridSpec(bits, 64, symmetric)) for target in even)
             verdict = judge(rule, weights, BLOCKS)
             assert verdict.opens == (rule.fits if bits in taken else beyond)
             if bits not in taken:
                 assert str(bits) in verdict.reason
     for size in (-1, 2, 16, 24, 32, 48, 64, 128, 256, 1024):
-        weights = tuple(replace(target, group_size=size) for target in even)
+        weights = tuple(replace(target, grid=GridSpec(4, size)) for target in even)
         listed = rule.group_sizes is None or size in rule.group_sizes
         verdict = judge(rule, weights, BLOCKS)
         assert verdict.opens == (rule.fits if listed and (size == -1 or size % rule.group_multiple == 0) else beyond)
@@ -266,7 +274,7 @@ def test_only_clients_that_fuse_mind_uneven_sets():
 
 def test_what_is_fused_is_known_by_names_and_not_by_inputs():
     changed = [replace(target, shares_input_with=target.name.replace("mlp.down", "mlp.gate")) for target in targets()]
-    changed = tuple(replace(t, group_size=128) if "down_proj" in t.name else t for t in changed)
+    changed = tuple(replace(t, grid=replace(t.grid, group_size=128)) if "down_proj" in t.name else t for t in changed)
     assert found("gptq", changed)["vllm-gpu"].opens == "yes"
     uneven = targets({"mlp.up_proj": {"group_size": 128}})
     apart = tuple(replace(t, name=t.name.replace("mlp.up", "other.up")) for t in uneven)
@@ -421,9 +429,16 @@ def experts(count=4, **settings):
             for name in ("gate_proj", "up_proj", "down_proj"):
                 location = Location(f"{block}.mlp.experts.{name}", 256, number, stacked=True)
                 weight = Target(
-                    f"{block}.mlp.experts.{number}.{name}.weight", (location,), index, 256, 256, 4, 64, True, False, "x"
+                    f"{block}.mlp.experts.{number}.{name}.weight",
+                    (location,),
+                    index,
+                    256,
+                    256,
+                    GridSpec(4, 64),
+                    False,
+                    "x",
                 )
-                found.append(replace(weight, **settings) if number == count - 1 else weight)
+                found.append(replace(weight, grid=replace(weight.grid, **settings)) if number == count - 1 else weight)
     return (*dense, *found)
 
 
@@ -452,7 +467,9 @@ def test_experts_of_which_some_stay_in_16_bit_are_not_alike():
 
 
 def test_sglang_takes_experts_of_a_gptq_checkpoint_for_quantized_as_most_are():
-    weights = tuple(replace(t, group_size=32) if "layers.1.mlp.experts" in t.name else t for t in experts())
+    weights = tuple(
+        replace(t, grid=replace(t.grid, group_size=32)) if "layers.1.mlp.experts" in t.name else t for t in experts()
+    )
     assert "as most weights are" in found("gptq", weights)["sglang"].reason
     assert found("compressed-tensors", weights)["sglang"].opens == "unknown"
 
@@ -491,7 +508,7 @@ def test_the_weight_that_limits_tensor_parallelism_is_named():
     ],
 )
 def test_transformers_opens_experts_as_it_was_seen_to(change, left, reason):
-    weights = tuple(replace(target, **change) if ".experts." in target.name else target for target in experts())
+    weights = tuple(changed(target, change) if ".experts." in target.name else target for target in experts())
     model = Surroundings("MixtralForCausalLM", left=frozenset(left))
     verdict = judged("compressed-tensors", weights, model)["transformers"]
     assert verdict.opens == "no"

@@ -6,17 +6,15 @@ from hessquant.config import CLIENTS, Config
 from hessquant.errors import ConfigError, ServeError
 from hessquant.planning import make_plan
 from hessquant.planning.serving import refuse_unserved, remedies
-from hessquant.records import Location, ServerVerdict, Target
+from hessquant.records import GridSpec, Location, ServerVerdict, Target
 
 BLOCKS = ("h.0", "h.1")
 
 
-def weights(count=2, rows=64, columns=128, **settings):
-    values = {"bits": 4, "group_size": 64, "symmetric": True, "transposed": False} | settings
+def weights(count=2, rows=64, columns=128, transposed=False, **settings):
+    grid = GridSpec(**({"bits": 4, "group_size": 64} | settings))
     return tuple(
-        Target(
-            f"h.{n}.w.weight", (Location("w", rows),), n, rows, columns, shares_input_with=f"h.{n}.w.weight", **values
-        )
+        Target(f"h.{n}.w.weight", (Location("w", rows),), n, rows, columns, grid, transposed, f"h.{n}.w.weight")
         for n in range(count)
     )
 

@@ -8,7 +8,7 @@ from hessquant.planning import make_plan
 
 def settings(plan):
     return {
-        target.name.removeprefix("model.layers."): (target.bits, target.group_size, target.symmetric)
+        target.name.removeprefix("model.layers."): (target.grid.bits, target.grid.group_size, target.grid.symmetric)
         for target in plan.targets
     }
 
@@ -72,7 +72,7 @@ def test_size_and_bits_count_every_weight_with_its_own_settings(llama):
     model = llama()
     base = make_plan(*model, Config(group_size=128))
     wide = make_plan(*model, Config(group_size=128, overrides=(Override(pattern="down_proj", bits=8),)))
-    down = [target for target in wide.targets if target.bits == 8]
+    down = [target for target in wide.targets if target.grid.bits == 8]
     codes = sum(target.rows * target.columns for target in down) // 2
     zeros = sum(target.rows * target.groups for target in down) // 2
     assert wide.output_bytes - base.output_bytes == codes + zeros

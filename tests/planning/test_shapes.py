@@ -2,8 +2,10 @@ import pytest
 
 from hessquant.config import Config
 from hessquant.errors import GroupSizeError, PlanError
+from hessquant.formats.dialect import PackedWeight
 from hessquant.planning import make_plan
-from hessquant.planning.shapes import Shape, tensor_parallel
+from hessquant.planning.shapes import tensor_parallel
+from hessquant.records import GridSpec
 
 
 def test_a4_group_size_that_does_not_divide_is_refused_with_every_weight_and_the_fix(llama):
@@ -31,7 +33,7 @@ def test_a4_only_the_ragged_weights_are_listed(llama):
 def test_auto_takes_the_largest_that_divides_every_input(llama, hidden, intermediate, expected):
     plan = make_plan(*llama(hidden_size=hidden, intermediate_size=intermediate), Config())
     assert plan.group_size == expected
-    assert {target.group_size for target in plan.targets} == {expected}
+    assert {target.grid.group_size for target in plan.targets} == {expected}
 
 
 def test_auto_without_a_fitting_size_lists_the_weights_and_suggests_one_group_per_row(llama):
@@ -71,10 +73,14 @@ def test_tensor_parallel_divides_rows_and_groups(llama, changes, group_size, exp
 
 
 def test_every_part_of_a_divided_weight_fills_whole_words_on_both_sides():
-    assert tensor_parallel([Shape(64, 1024, 4, -1)]) == tensor_parallel([Shape(1024, 64, 4, -1)]) == 8
+    assert (
+        tensor_parallel([PackedWeight(64, 1024, GridSpec(4, -1))])
+        == tensor_parallel([PackedWeight(1024, 64, GridSpec(4, -1))])
+        == 8
+    )
 
 
 def test_the_weight_that_divides_least_decides_with_settings_of_its_own():
-    coarse, fine = Shape(1024, 1024, 4, 128), Shape(1024, 1024, 8, 32)
+    coarse, fine = PackedWeight(1024, 1024, GridSpec(4, 128)), PackedWeight(1024, 1024, GridSpec(8, 32))
     assert (tensor_parallel([coarse]), tensor_parallel([fine])) == (8, 32)
     assert tensor_parallel([fine, coarse]) == 8

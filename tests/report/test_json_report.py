@@ -10,6 +10,7 @@ from hessquant.records import (
     CalibrationRecord,
     Comparison,
     Evaluation,
+    GridSpec,
     InspectedWeight,
     Inspection,
     LayerRecord,
@@ -34,8 +35,15 @@ def with_tuple_shape(kind, loaded):
     return kind(**{**loaded, "shape": tuple(loaded["shape"])})
 
 
+def with_grid(loaded):
+    """What is said of a weight, with its grid's settings in a record of their own again."""
+    grid = {key: loaded.pop(key) for key in ("bits", "group_size", "symmetric", "scale_dtype")}
+    return {**loaded, "grid": GridSpec(**grid)}
+
+
 def target_from(loaded):
-    return Target(**{**loaded, "locations": tuple(Location(**location) for location in loaded["locations"])})
+    locations = tuple(Location(**location) for location in loaded["locations"])
+    return Target(**{**with_grid(loaded), "locations": locations})
 
 
 def plan_from(loaded):
@@ -85,7 +93,7 @@ def test_an_inspection_survives_the_round_trip(inspection):
     back = Inspection(
         **{
             **loaded,
-            "weights": tuple(InspectedWeight(**weight) for weight in loaded["weights"]),
+            "weights": tuple(InspectedWeight(**with_grid(weight)) for weight in loaded["weights"]),
             "untouched": tuple(with_tuple_shape(TensorInfo, tensor) for tensor in loaded["untouched"]),
             "faults": tuple(loaded["faults"]),
         }

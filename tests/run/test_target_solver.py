@@ -7,11 +7,11 @@ from tests.problems import correlated_inputs
 from hessquant.config import Config
 from hessquant.core import hessian
 from hessquant.core.gptq import Kernels
-from hessquant.core.grid import GridSpec, encode, min_max
+from hessquant.core.grid import encode, min_max
 from hessquant.core.hessian import HessianStatistics
 from hessquant.errors import NonFiniteError
 from hessquant.kernels import twin
-from hessquant.records import Location, Target
+from hessquant.records import GridSpec, Location, Target
 from hessquant.run import solve as solving
 from hessquant.run.degraded import degradations
 from hessquant.run.solve import TargetSolver
@@ -24,9 +24,7 @@ def target(name, rows, columns, *, leader=None, transposed=False, group_size=-1)
         0,
         rows,
         columns,
-        4,
-        group_size,
-        True,
+        GridSpec(4, group_size),
         transposed,
         leader or name,
     )

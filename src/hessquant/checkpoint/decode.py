@@ -7,9 +7,9 @@ from torch import Tensor
 
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.errors import CheckpointError, SourceError
-from hessquant.formats.dialect import Dialect, Layout, ModuleSettings, Settings
+from hessquant.formats.dialect import Dialect, Layout, Settings
 from hessquant.formats.dialects import DIALECTS, dialect_of
-from hessquant.records import TensorInfo
+from hessquant.records import GridSpec, TensorInfo
 
 
 def quantization_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -70,7 +70,7 @@ def decode_module(reader: CheckpointReader, module: str, dialect: Dialect, setti
         raise CheckpointError(f"{module}: {error}") from error
 
 
-def stated_of(module: str, settings: Settings) -> ModuleSettings:
+def stated_of(module: str, settings: Settings) -> GridSpec:
     """How a packed module is quantized, by the config.
 
     Raises:

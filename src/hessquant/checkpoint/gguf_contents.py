@@ -11,7 +11,6 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 
 from hessquant.checkpoint.gguf_tokenizer import read_tokenizer
 from hessquant.errors import PlanError, SourceError
-from hessquant.formats.dialect import settings_of
 from hessquant.formats.gguf_blocks import block_type, packed_bytes, target_fault
 from hessquant.formats.gguf_models import Place, place_tensors
 from hessquant.formats.gguf_settings import Shape, has_rope_factors, model_settings, rope_factors, shape_of
@@ -113,7 +112,7 @@ def _quantized(plan: Plan, places: Mapping[str, Place]) -> Iterator[Entry]:
             raise PlanError(f"{target.name}: llama.cpp takes the embedding in its place; exclude it")
         if target.transposed:
             raise PlanError(f"{target.name}: weights that are stored transposed have no GGUF form here; exclude it")
-        stated = settings_of(target)
+        stated = target.grid
         fault = target_fault(target.rows, target.columns, stated)
         if fault:
             raise PlanError(f"{target.name}: {fault}")

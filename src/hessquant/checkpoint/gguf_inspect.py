@@ -8,7 +8,7 @@ from gguf import ReaderTensor
 from hessquant.checkpoint.gguf_reader import decoded, form_of, open_gguf
 from hessquant.errors import CheckpointError
 from hessquant.formats.gguf_blocks import BLOCK, BLOCK_TYPES
-from hessquant.records import InspectedWeight, Inspection, TensorInfo
+from hessquant.records import GridSpec, InspectedWeight, Inspection, TensorInfo
 
 
 def inspect_gguf(file: Path) -> Inspection:
@@ -24,8 +24,8 @@ def inspect_gguf(file: Path) -> Inspection:
         if kind not in BLOCK_TYPES or len(shape) != 2:
             untouched.append(TensorInfo(tensor.name, shape, kind.name, int(tensor.n_bytes), file.name))
             continue
-        bits = BLOCK_TYPES[kind].bits
-        weights.append(InspectedWeight(tensor.name, *shape, bits, BLOCK, True, int(tensor.n_bytes)))
+        grid = GridSpec(BLOCK_TYPES[kind].bits, BLOCK)
+        weights.append(InspectedWeight(tensor.name, *shape, grid, int(tensor.n_bytes)))
         faults.extend(_faults(tensor))
     count = sum(weight.rows * weight.columns for weight in weights)
     return Inspection(

@@ -11,10 +11,10 @@ from hessquant.checkpoint.decode import layout_in, parts_in, quantization_of
 from hessquant.checkpoint.header import read_json
 from hessquant.checkpoint.reader import CONFIG_FILE, ShardFiles, take_inventory
 from hessquant.errors import SourceError
-from hessquant.formats.dialect import Dialect, ModuleSettings, Settings
+from hessquant.formats.dialect import Dialect, Settings
 from hessquant.formats.dialects import DIALECTS, dialect_of
 from hessquant.models.source import ModelSource
-from hessquant.records import InspectedWeight, Inspection, TensorInfo
+from hessquant.records import GridSpec, InspectedWeight, Inspection, TensorInfo
 
 
 def inspect_checkpoint(directory: Path, *, trust_remote_code: bool = False) -> Inspection:
@@ -92,7 +92,7 @@ def _non_finite(untouched: Iterable[TensorInfo], files: ShardFiles) -> Iterator[
 def _inspect_weight(
     module: str,
     tensors: Mapping[str, TensorInfo],
-    stated: ModuleSettings,
+    stated: GridSpec,
     dialect: Dialect,
     variant: str,
     files: ShardFiles,
@@ -108,9 +108,7 @@ def _inspect_weight(
         name=f"{module}.weight",
         rows=rows,
         columns=columns,
-        bits=stated.bits,
-        group_size=stated.group_size,
-        symmetric=stated.symmetric,
+        grid=stated,
         bytes=sum(info.bytes for info in parts.values()),
     )
     values = {part: files.read(info) for part, info in parts.items()}

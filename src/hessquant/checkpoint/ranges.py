@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from hessquant.config import Config
-from hessquant.core.grid import GridSpec, affine, scale_factors
+from hessquant.core.grid import affine, scale_factors
 from hessquant.errors import GridError, SourceError
-from hessquant.records import Target, TensorInfo
+from hessquant.records import GridSpec, Target, TensorInfo
 
 
 class ScaleCheck:
@@ -46,12 +46,12 @@ class ScaleCheck:
         values = piece.float()
         alone = len(members) == 1 and not members[0].transposed and values.shape[1:] == (members[0].columns,)
         # Of a stack whose matrices have settings of their own it is not known here which of them holds what.
-        faults = {spec: self._fault(values, spec, alone) for spec in {_spec(target) for target in members}}
+        faults = {spec: self._fault(values, spec, alone) for spec in dict.fromkeys(target.grid for target in members)}
         if not all(faults.values()):
             return
         pattern = _pattern([target.name for target in members])
         spec, fault = next(iter(faults.items()))
-        wider = GridSpec(8, spec.symmetric, spec.group_size)
+        wider = GridSpec(8, spec.group_size, spec.symmetric)
         more = (
             ""
             if self._fault(values, wider, alone)
@@ -77,10 +77,6 @@ class ScaleCheck:
             groups = values.view(len(values), -1, spec.width(values.shape[1]))
             return _overflow(groups.amin(-1) * widest, groups.amax(-1) * widest, spec)
         return _overflow(low * widest, high * widest, spec)
-
-
-def _spec(target: Target) -> GridSpec:
-    return GridSpec(target.bits, target.symmetric, target.group_size)
 
 
 def _overflow(low: Tensor, high: Tensor, spec: GridSpec) -> str:

@@ -99,7 +99,7 @@ class _Weights(Mapping[str, QuantizedWeight]):
         """
         parts = read_parts(self._reader, module_of(name), self._dialect)
         try:
-            return self._dialect.unpack(parts, self._packed[name].settings, self._settings.variant)
+            return self._dialect.unpack(parts, self._packed[name].grid, self._settings.variant)
         except CheckpointError as error:
             raise CheckpointError(f"{name}: {error}") from error
 

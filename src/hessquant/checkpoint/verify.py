@@ -15,7 +15,7 @@ from hessquant.checkpoint.writer import model_config, not_written
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError, SourceError, VerificationError
 from hessquant.formats.described import description_of
-from hessquant.formats.dialect import module_of, settings_of
+from hessquant.formats.dialect import module_of
 from hessquant.formats.dialects import dialect_of
 from hessquant.formats.judge import misread
 from hessquant.records import Plan
@@ -63,7 +63,7 @@ def _check_inventory(written: CheckpointReader, source: TensorSource, plan: Plan
     for target in plan.targets:
         expected.discard(target.name)
         names = dialect.part_names(module_of(target.name))
-        expected.update(names[part] for part in dialect.layout(target.rows, target.columns, settings_of(target)))
+        expected.update(names[part] for part in dialect.layout(target.rows, target.columns, target.grid))
     missing, surplus = expected - set(written.tensors), set(written.tensors) - expected
     if missing:
         raise VerificationError(f"{min(missing)} was not written ({len(missing)} tensors are missing)")

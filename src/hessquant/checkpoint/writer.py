@@ -19,7 +19,7 @@ from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError
 from hessquant.files import fsync_directory, replacing
 from hessquant.formats.described import description_of
-from hessquant.formats.dialect import Dialect, module_of, settings_of
+from hessquant.formats.dialect import Dialect, module_of
 from hessquant.formats.dialects import DIALECTS
 from hessquant.records import Plan, Target, TensorInfo
 
@@ -68,7 +68,7 @@ def write_checkpoint(
     targets = {target.name: target for target in plan.targets}
     dialect = DIALECTS[output.format]
     _check_targets(targets, quantized, dialect)
-    variant = dialect.choose_variant(quantized[target.name] for target in plan.targets if not target.symmetric)
+    variant = dialect.choose_variant(quantized[target.name] for target in plan.targets if not target.grid.symmetric)
     described = dialect.describe(description_of(plan), solved_with, variant, version)
     shards = plan_shards(_units(source, plan, dialect), output.shard_bytes)
 
@@ -182,7 +182,7 @@ def _check_targets(
     for name, target in targets.items():
         if name not in quantized:
             raise CheckpointError(f"{name}: planned as a target, but there is no quantized weight for it")
-        fault = dialect.target_fault(target.rows, target.columns, settings_of(target))
+        fault = dialect.target_fault(target.rows, target.columns, target.grid)
         if fault:
             raise CheckpointError(f"{name}: {fault}")
 
@@ -198,7 +198,7 @@ def _units(source: TensorSource, plan: Plan, dialect: Dialect) -> Iterator[Unit]
             yield Unit(name, (source.tensors[name],))
             continue
         names = dialect.part_names(module_of(name))
-        layout = dialect.layout(target.rows, target.columns, settings_of(target))
+        layout = dialect.layout(target.rows, target.columns, target.grid)
         yield Unit(
             name,
             tuple(

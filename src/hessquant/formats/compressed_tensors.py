@@ -12,14 +12,16 @@ Only widths that divide 32 are written, since packers of the format disagree abo
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from hessquant.core.grid import Grid, GridSpec, QuantizedWeight
+from hessquant.core.grid import Grid, QuantizedWeight
 from hessquant.errors import CheckpointError
 from hessquant.formats.bits import WORD, pack_lines, unpack_lines
-from hessquant.formats.dialect import Layout, ModuleSettings, half_scales, layout_of
+from hessquant.formats.dialect import Layout, half_scales, layout_of
+from hessquant.records import GridSpec
 
 BITS = (4, 8)
 """Code widths that readers of the format know."""
@@ -29,7 +31,7 @@ VARIANT = "pack-quantized"
 _FLOATING = ("F16", "BF16", "F32")
 
 
-def target_fault(rows: int, columns: int, stated: ModuleSettings) -> str | None:
+def target_fault(rows: int, columns: int, stated: GridSpec) -> str | None:
     """Why a weight has no form in it, in one sentence; None if it has one."""
     bits, group_size = stated.bits, stated.group_size
     if bits not in BITS:
@@ -45,7 +47,7 @@ def target_fault(rows: int, columns: int, stated: ModuleSettings) -> str | None:
     return None
 
 
-def layout(rows: int, columns: int, stated: ModuleSettings) -> Layout:
+def layout(rows: int, columns: int, stated: GridSpec) -> Layout:
     """Dtype and shape of each part of a weight that has no `target_fault`."""
     groups = stated.groups(columns)
     zeros = {} if stated.symmetric else {"weight_zero_point": ("I32", (rows * stated.bits // WORD, groups))}
@@ -69,7 +71,7 @@ def pack(weight: QuantizedWeight, _variant: str) -> dict[str, Tensor]:
         CheckpointError: If the shape, the bits, the scales or the zeros have no place in the format.
     """
     spec, (rows, columns) = weight.grid.spec, weight.codes.shape
-    fault = target_fault(rows, columns, ModuleSettings(spec.bits, spec.group_size, spec.symmetric))
+    fault = target_fault(rows, columns, spec)
     if fault:
         raise CheckpointError(fault)
     zeros = weight.grid.zeros.cpu()
@@ -85,7 +87,7 @@ def pack(weight: QuantizedWeight, _variant: str) -> dict[str, Tensor]:
     return parts
 
 
-def layout_fault(parts: Layout, stated: ModuleSettings) -> str | None:
+def layout_fault(parts: Layout, stated: GridSpec) -> str | None:
     """What is wrong with the parts of one weight as found in a checkpoint, in one sentence; None if nothing is."""
     for part in PARTS:
         if part not in parts and (part != "weight_zero_point" or not stated.symmetric):
@@ -114,13 +116,13 @@ def layout_fault(parts: Layout, stated: ModuleSettings) -> str | None:
     return None
 
 
-def weight_shape(parts: Layout, stated: ModuleSettings) -> tuple[int, int]:
+def weight_shape(parts: Layout, stated: GridSpec) -> tuple[int, int]:
     """Rows and columns of a weight whose parts have no `layout_fault`; columns that fill no word are counted full."""
     rows, words = parts["weight_packed"][1]
     return rows, words * WORD // stated.bits
 
 
-def dequantize(parts: Mapping[str, Tensor], stated: ModuleSettings, variant: str) -> Tensor:
+def dequantize(parts: Mapping[str, Tensor], stated: GridSpec, variant: str) -> Tensor:
     """Decode one weight to float32 [rows, columns], whoever wrote it.
 
     Raises:
@@ -129,7 +131,7 @@ def dequantize(parts: Mapping[str, Tensor], stated: ModuleSettings, variant: str
     return unpack(parts, stated, variant).dequantize()
 
 
-def unpack(parts: Mapping[str, Tensor], stated: ModuleSettings, _variant: str) -> QuantizedWeight:
+def unpack(parts: Mapping[str, Tensor], stated: GridSpec, _variant: str) -> QuantizedWeight:
     """Read one weight back as codes on a grid.
 
     Raises:
@@ -143,7 +145,7 @@ def unpack(parts: Mapping[str, Tensor], stated: ModuleSettings, _variant: str) -
     if rows != codes.shape[0] or not 0 <= codes.shape[1] - columns < WORD // stated.bits:
         raise CheckpointError(f"weight_shape says {[rows, columns]}, but weight_packed holds {list(codes.shape)}")
     codes, scales = codes[:, :columns].contiguous(), parts["weight_scale"]
-    spec = GridSpec(stated.bits, stated.symmetric, stated.group_size, scales.dtype)
+    spec = replace(stated, scale_dtype=str(scales.dtype).removeprefix("torch."))
     if columns % spec.width(columns):
         raise CheckpointError(f"group size {stated.group_size} does not divide {columns} inputs")
     if stated.symmetric:
@@ -153,7 +155,7 @@ def unpack(parts: Mapping[str, Tensor], stated: ModuleSettings, _variant: str) -
     return QuantizedWeight(codes, Grid(spec, scales.contiguous(), zeros))
 
 
-def value_faults(parts: Mapping[str, Tensor], stated: ModuleSettings, _variant: str) -> Iterator[str]:
+def value_faults(parts: Mapping[str, Tensor], stated: GridSpec, _variant: str) -> Iterator[str]:
     """One sentence per fault in the values of one weight, given its parts without `layout_fault`."""
     rows, columns = parts["weight_shape"].tolist()
     held, words = parts["weight_packed"].shape

@@ -8,17 +8,8 @@ from hessquant.config import Config
 from hessquant.errors import SourceError
 from hessquant.formats.compressed_tensors import BITS, VARIANT
 from hessquant.formats.described import Description
-from hessquant.formats.dialect import (
-    LARGEST_GROUP,
-    ModuleSettings,
-    Reading,
-    Settings,
-    Stated,
-    common_settings,
-    compiled,
-    head_of,
-    settings_of,
-)
+from hessquant.formats.dialect import LARGEST_GROUP, Reading, Settings, Stated, common_settings, compiled, head_of
+from hessquant.records import GridSpec
 
 _METHOD = "compressed-tensors"
 _HEAD = "lm_head"
@@ -31,7 +22,7 @@ def describe(description: Description, config: Config | None, variant: str, vers
     """
     plan = description.plan
     common = common_settings(plan.targets)
-    others = [settings for settings in dict.fromkeys(map(settings_of, plan.targets)) if settings != common]
+    others = [settings for settings in dict.fromkeys(target.grid for target in plan.targets) if settings != common]
     # A module takes the first group that names it, so the general one comes last.
     groups = [(_named(description, settings), settings) for settings in others]
     # The head is no Linear to every server, so it is named.
@@ -105,7 +96,7 @@ def read_settings(described: Mapping[str, Any]) -> Settings:
     return Settings(VARIANT, (Reading("vLLM, SGLang and transformers", module, by_made_names=True),))
 
 
-def _weights(settings: ModuleSettings, config: Config | None) -> dict[str, Any]:
+def _weights(settings: GridSpec, config: Config | None) -> dict[str, Any]:
     return {
         "num_bits": settings.bits,
         "type": "int",
@@ -120,7 +111,7 @@ def _weights(settings: ModuleSettings, config: Config | None) -> dict[str, Any]:
     }
 
 
-def _order(settings: ModuleSettings, config: Config | None) -> str | None:
+def _order(settings: GridSpec, config: Config | None) -> str | None:
     """compressed-tensors 0.13 to 0.15 refuse any order where there is one group per row, though it changes nothing."""
     grouped = settings.group_size != -1
     return "static" if grouped and config is not None and config.order == "activation" else None
@@ -141,7 +132,7 @@ def _patterns(value: Any, where: str) -> list[str]:
     return value
 
 
-def _settings(group: Mapping[str, Any], key: str, layout: Any) -> ModuleSettings:
+def _settings(group: Mapping[str, Any], key: str, layout: Any) -> GridSpec:
     where, weights = f"config_groups.{key}", group.get("weights")
     if (group.get("format") or layout) != VARIANT:
         raise SourceError(f"{where}: format is {group.get('format') or layout!r}; only {VARIANT} can be decoded")
@@ -155,10 +146,10 @@ def _settings(group: Mapping[str, Any], key: str, layout: Any) -> ModuleSettings
     if weights.get("actorder") == "group":
         raise SourceError(f"{where}: actorder is 'group', a permutation of the inputs, which cannot be decoded")
     if strategy == "channel":
-        return ModuleSettings(bits, -1, bool(weights.get("symmetric", True)))
+        return GridSpec(bits, -1, bool(weights.get("symmetric", True)))
     if strategy != "group" or type(group_size) is not int or not 0 < group_size < LARGEST_GROUP:
         raise SourceError(f"{where}: strategy {strategy!r} with group_size {group_size!r} cannot be decoded")
-    return ModuleSettings(bits, group_size, bool(weights.get("symmetric", True)))
+    return GridSpec(bits, group_size, bool(weights.get("symmetric", True)))
 
 
 def _matches(pattern: str, name: str) -> bool:

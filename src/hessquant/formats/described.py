@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from hessquant.errors import PlanError
-from hessquant.formats.dialect import Stated, block_of, module_of, settings_of
+from hessquant.formats.dialect import Stated, block_of, module_of
 from hessquant.formats.exact import expressions
 from hessquant.formats.fused import FUSED, parts_by_owner
 from hessquant.formats.spellings import prefixes_vary, without_prefix
@@ -86,7 +86,7 @@ def description_of(plan: Plan) -> Description:
         PlanError: If some reader knows two weights with different settings by one name.
     """
     known = [
-        *(DescribedModule(_names(t, plan), settings_of(t), not block_of(t, plan)) for t in plan.targets),
+        *(DescribedModule(_names(t, plan), t.grid, not block_of(t, plan)) for t in plan.targets),
         *_left_alone(plan),
     ]
     any_prefix = prefixes_vary(name for module in known for name in module.known)

@@ -17,7 +17,7 @@ from torch import Tensor
 from hessquant.config import Config
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError, SourceError
-from hessquant.records import Plan, Target
+from hessquant.records import GridSpec, Plan, Target
 
 _DTYPES = {
     torch.int32: "I32",
@@ -35,34 +35,17 @@ LARGEST_GROUP = 1 << 31
 """Group sizes from here on fit no weight, and some do not fit the arithmetic."""
 
 
-@dataclass(frozen=True)
-class ModuleSettings:
-    """How one module is quantized; `group_size` -1 = one group per row."""
-
-    bits: int
-    group_size: int
-    symmetric: bool
-
-    def groups(self, columns: int) -> int:
-        """Groups per row; a ragged last one counts."""
-        return 1 if self.group_size == -1 else -(-columns // self.group_size)
-
-    def __str__(self) -> str:
-        kind = "symmetric" if self.symmetric else "asymmetric"
-        return f"{kind} {self.bits}-bit, group size {self.group_size}"
-
-
-Stated = ModuleSettings | None
+Stated = GridSpec | None
 """How a module is quantized by a config; None = left in 16 bit."""
 
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A quantized weight as a checkpoint has it: its shape, and how it is quantized."""
+    """A quantized weight as a checkpoint has it: its shape, and its grid."""
 
     rows: int
     columns: int
-    settings: ModuleSettings
+    grid: GridSpec
 
 
 @dataclass(frozen=True)
@@ -126,17 +109,17 @@ class Dialect:
     quant_method: str
     parts: tuple[str, ...]
     variants: tuple[str, ...]
-    target_fault: Callable[[int, int, ModuleSettings], str | None]
-    layout: Callable[[int, int, ModuleSettings], Layout]
+    target_fault: Callable[[int, int, GridSpec], str | None]
+    layout: Callable[[int, int, GridSpec], Layout]
     choose_variant: Callable[[Iterable[QuantizedWeight]], str]
     describe: Callable[[Any, Config | None, str, str], dict[str, Any]]
     read_settings: Callable[[Mapping[str, Any]], Settings]
     pack: Callable[[QuantizedWeight, str], dict[str, Tensor]]
-    layout_fault: Callable[[Layout, ModuleSettings], str | None]
-    weight_shape: Callable[[Layout, ModuleSettings], tuple[int, int]]
-    dequantize: Callable[[Mapping[str, Tensor], ModuleSettings, str], Tensor]
-    unpack: Callable[[Mapping[str, Tensor], ModuleSettings, str], QuantizedWeight]
-    value_faults: Callable[[Mapping[str, Tensor], ModuleSettings, str], Iterator[str]]
+    layout_fault: Callable[[Layout, GridSpec], str | None]
+    weight_shape: Callable[[Layout, GridSpec], tuple[int, int]]
+    dequantize: Callable[[Mapping[str, Tensor], GridSpec, str], Tensor]
+    unpack: Callable[[Mapping[str, Tensor], GridSpec, str], QuantizedWeight]
+    value_faults: Callable[[Mapping[str, Tensor], GridSpec, str], Iterator[str]]
 
     def modules(self, names: Iterable[str]) -> list[str]:
         """Modules whose packed codes are among these tensor names, in their order."""
@@ -179,11 +162,6 @@ def half_scales(scales: Tensor) -> Tensor:
     return half
 
 
-def settings_of(target: Target) -> ModuleSettings:
-    """What a plan says of one weight."""
-    return ModuleSettings(target.bits, target.group_size, target.symmetric)
-
-
 def block_of(target: Target, plan: Plan) -> str:
     """Module name of the block that holds a target; empty for the head, which is in none."""
     return plan.blocks[target.block] if target.block < len(plan.blocks) else ""
@@ -194,9 +172,9 @@ def head_of(plan: Plan) -> str | None:
     return next((module_of(target.name) for target in plan.targets if not block_of(target, plan)), None)
 
 
-def common_settings(targets: Iterable[Target]) -> ModuleSettings:
+def common_settings(targets: Iterable[Target]) -> GridSpec:
     """The settings that most targets have."""
-    return Counter(map(settings_of, targets)).most_common(1)[0][0]
+    return Counter(target.grid for target in targets).most_common(1)[0][0]
 
 
 def module_of(weight_name: str) -> str:

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError
-from hessquant.formats.dialect import ModuleSettings, half_scales
+from hessquant.formats.dialect import half_scales
+from hessquant.records import GridSpec
 
 BLOCK = 32
 """Inputs per block."""
@@ -57,14 +58,14 @@ Q8_0 = BlockType(GGMLQuantizationType.Q8_0, bits=8, offset=0, bytes=34)
 BLOCK_TYPES: Mapping[GGMLQuantizationType, BlockType] = {block.kind: block for block in (Q4_0, Q5_0, Q8_0)}
 
 
-def block_type(stated: ModuleSettings) -> BlockType:
+def block_type(stated: GridSpec) -> BlockType:
     """The narrowest type that holds every weight of these settings."""
     if stated.bits <= 4:
         return Q4_0 if stated.symmetric else Q5_0
     return Q5_0 if stated.bits == 5 and stated.symmetric else Q8_0
 
 
-def target_fault(rows: int, columns: int, stated: ModuleSettings) -> str | None:
+def target_fault(rows: int, columns: int, stated: GridSpec) -> str | None:
     """Why a weight has no GGUF form, in one sentence; None if it has one."""
     bits, group_size = stated.bits, stated.group_size
     if not 2 <= bits <= 8:
@@ -80,7 +81,7 @@ def target_fault(rows: int, columns: int, stated: ModuleSettings) -> str | None:
     return None
 
 
-def packed_bytes(rows: int, columns: int, stated: ModuleSettings) -> int:
+def packed_bytes(rows: int, columns: int, stated: GridSpec) -> int:
     """Bytes of a weight that has no `target_fault`."""
     return rows * columns // BLOCK * block_type(stated).bytes
 
@@ -95,7 +96,7 @@ def pack(weight: QuantizedWeight) -> Tensor:
         CheckpointError: If the shape, the settings, the scales or the codes have no place in the blocks.
     """
     spec, (rows, columns) = weight.grid.spec, weight.codes.shape
-    stated = ModuleSettings(spec.bits, spec.group_size, spec.symmetric)
+    stated = spec
     fault = target_fault(rows, columns, stated)
     if fault:
         raise CheckpointError(fault)

@@ -12,15 +12,17 @@ Checkpoint format "gptq" (v1) stores `zero - 1`, "gptq_v2" stores `zero`.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from hessquant.core.grid import Grid, GridSpec, QuantizedWeight
+from hessquant.core.grid import Grid, QuantizedWeight
 from hessquant.errors import CheckpointError
 from hessquant.formats.bits import WORD, pack_lines, unpack_lines
-from hessquant.formats.dialect import Layout, ModuleSettings, half_scales, layout_of
+from hessquant.formats.dialect import Layout, half_scales, layout_of
+from hessquant.records import GridSpec
 
 CheckpointFormat = Literal["gptq", "gptq_v2"]
 
@@ -31,7 +33,7 @@ PARTS = ("qweight", "qzeros", "scales", "g_idx")
 _FLOATING = ("F16", "BF16", "F32")
 
 
-def target_fault(rows: int, columns: int, stated: ModuleSettings) -> str | None:
+def target_fault(rows: int, columns: int, stated: GridSpec) -> str | None:
     """Why a weight has no GPTQ form, in one sentence; None if it has one."""
     bits, group_size = stated.bits, stated.group_size
     if bits not in BITS:
@@ -44,7 +46,7 @@ def target_fault(rows: int, columns: int, stated: ModuleSettings) -> str | None:
     return None
 
 
-def layout(rows: int, columns: int, stated: ModuleSettings) -> Layout:
+def layout(rows: int, columns: int, stated: GridSpec) -> Layout:
     """Dtype and shape of each part of a weight that has no `target_fault`."""
     groups = stated.groups(columns)
     return {
@@ -55,7 +57,7 @@ def layout(rows: int, columns: int, stated: ModuleSettings) -> Layout:
     }
 
 
-def layout_fault(parts: Layout, stated: ModuleSettings) -> str | None:
+def layout_fault(parts: Layout, stated: GridSpec) -> str | None:
     """What is wrong with the parts of one weight as found in a checkpoint, in one sentence; None if nothing is.
 
     A missing `g_idx` is not a fault here: it means the natural order of the inputs.
@@ -84,7 +86,7 @@ def layout_fault(parts: Layout, stated: ModuleSettings) -> str | None:
     return None
 
 
-def weight_shape(parts: Layout, stated: ModuleSettings) -> tuple[int, int]:
+def weight_shape(parts: Layout, stated: GridSpec) -> tuple[int, int]:
     """Rows and columns of a weight whose parts have no `layout_fault`."""
     words, rows = parts["qweight"][1]
     return rows, words * WORD // stated.bits
@@ -107,7 +109,7 @@ def pack(weight: QuantizedWeight, checkpoint_format: str) -> dict[str, Tensor]:
     """
     spec = weight.grid.spec
     rows, columns = weight.codes.shape
-    fault = target_fault(rows, columns, ModuleSettings(spec.bits, spec.group_size, spec.symmetric))
+    fault = target_fault(rows, columns, spec)
     if fault:
         raise CheckpointError(fault)
     zeros = weight.grid.zeros.cpu()
@@ -124,7 +126,7 @@ def pack(weight: QuantizedWeight, checkpoint_format: str) -> dict[str, Tensor]:
     }
 
 
-def dequantize(parts: Mapping[str, Tensor], stated: ModuleSettings, checkpoint_format: str) -> Tensor:
+def dequantize(parts: Mapping[str, Tensor], stated: GridSpec, checkpoint_format: str) -> Tensor:
     """Decode one weight to float32 [rows, columns], whoever wrote it; `g_idx` is taken literally.
 
     Raises:
@@ -138,7 +140,7 @@ def dequantize(parts: Mapping[str, Tensor], stated: ModuleSettings, checkpoint_f
     return values
 
 
-def unpack(parts: Mapping[str, Tensor], stated: ModuleSettings, checkpoint_format: str) -> QuantizedWeight:
+def unpack(parts: Mapping[str, Tensor], stated: GridSpec, checkpoint_format: str) -> QuantizedWeight:
     """Read one weight back as codes on a grid; the same decoder as `dequantize`.
 
     Raises:
@@ -146,7 +148,7 @@ def unpack(parts: Mapping[str, Tensor], stated: ModuleSettings, checkpoint_forma
     """
     codes, zeros, group_index = _unpack_parts(parts, stated, checkpoint_format)
     columns, scales = codes.shape[1], parts["scales"]
-    spec = GridSpec(stated.bits, stated.symmetric, stated.group_size, scales.dtype)
+    spec = replace(stated, scale_dtype=str(scales.dtype).removeprefix("torch."))
     groups = stated.groups(columns)
     if scales.shape[0] != groups or groups * spec.width(columns) != columns:
         raise CheckpointError(f"{scales.shape[0]} groups, but group size {spec.group_size} makes {groups}")
@@ -156,7 +158,7 @@ def unpack(parts: Mapping[str, Tensor], stated: ModuleSettings, checkpoint_forma
 
 
 def _unpack_parts(
-    parts: Mapping[str, Tensor], stated: ModuleSettings, checkpoint_format: str
+    parts: Mapping[str, Tensor], stated: GridSpec, checkpoint_format: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes [rows, columns] and zeros [groups, rows], both uint8, and the group of each input."""
     fault = layout_fault(layout_of(parts), stated)

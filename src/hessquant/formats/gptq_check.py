@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from hessquant.formats.dialect import ModuleSettings
 from hessquant.formats.gptq import group_index_fault, read_zeros
+from hessquant.records import GridSpec
 
 
-def value_faults(parts: Mapping[str, Tensor], stated: ModuleSettings, checkpoint_format: str) -> Iterator[str]:
+def value_faults(parts: Mapping[str, Tensor], stated: GridSpec, checkpoint_format: str) -> Iterator[str]:
     """One sentence per fault in the groups, scales and zeros of one weight, given its parts without `layout_fault`."""
     columns, groups = parts["qweight"].shape[0] * 32 // stated.bits, parts["scales"].shape[0]
     width = columns if stated.group_size == -1 else stated.group_size
@@ -34,7 +34,7 @@ def value_faults(parts: Mapping[str, Tensor], stated: ModuleSettings, checkpoint
         yield "g_idx permutes the inputs; vLLM reads such a weight wrongly or not at all"
 
 
-def _zero_faults(zeros: Tensor, stated: ModuleSettings, checkpoint_format: str) -> Iterator[str]:
+def _zero_faults(zeros: Tensor, stated: GridSpec, checkpoint_format: str) -> Iterator[str]:
     middle = 1 << (stated.bits - 1)
     if checkpoint_format == "gptq" and bool((zeros == 0).any()):
         yield "qzeros holds a zero that wraps in checkpoint format gptq; readers differ in what it means"

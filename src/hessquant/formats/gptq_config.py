@@ -9,7 +9,6 @@ from hessquant.errors import SourceError
 from hessquant.formats.described import Description
 from hessquant.formats.dialect import (
     LARGEST_GROUP,
-    ModuleSettings,
     Reading,
     Settings,
     Stated,
@@ -20,7 +19,7 @@ from hessquant.formats.dialect import (
     module_of,
 )
 from hessquant.formats.gptq import BITS, CheckpointFormat
-from hessquant.records import Target
+from hessquant.records import GridSpec, Target
 
 _OPTIMUM_BLOCKS = (
     *("transformer.h", "model.decoder.layers", "gpt_neox.layers", "model.layers", "model.language_model.layers", "h"),
@@ -58,7 +57,7 @@ def describe(description: Description, config: Config | None, checkpoint_format:
     # at the tensors themselves where there is no list.
     if _is_parted(description):
         described["modules_in_block_to_quantize"] = _quantized_names(description)
-    (blocks, *_) = {block.rpartition(".")[0] for block in plan.blocks}
+    blocks = plan.blocks[0].rpartition(".")[0]
     if not blocks.startswith(_OPTIMUM_BLOCKS):
         described["block_name_to_quantize"] = blocks
     return described
@@ -136,16 +135,16 @@ def _override(key: str, values: Any, described: Mapping[str, Any]) -> tuple[re.P
     return pattern, None if key.startswith("-:") else _module_settings({**described, **values}, key)
 
 
-def _module_settings(values: Mapping[str, Any], where: str) -> ModuleSettings:
+def _module_settings(values: Mapping[str, Any], where: str) -> GridSpec:
     bits, group_size, symmetric = values.get("bits"), values.get("group_size", -1), values.get("sym", True)
     if type(bits) is not int or bits not in BITS:
         raise SourceError(f"{where}: bits is {bits!r}; known are {', '.join(map(str, BITS))}")
     if type(group_size) is not int or not (group_size == -1 or 0 < group_size < LARGEST_GROUP):
         raise SourceError(f"{where}: group_size is {group_size!r}; it must be -1 or positive")
-    return ModuleSettings(bits, group_size, bool(symmetric))
+    return GridSpec(bits, group_size, bool(symmetric))
 
 
-def _dynamic(description: Description, common: ModuleSettings) -> dict[str, dict[str, Any]]:
+def _dynamic(description: Description, common: GridSpec) -> dict[str, dict[str, Any]]:
     """What is left in 16 bit, and what has other settings than most. A head in 16 bit is said by `lm_head`."""
     entries: dict[str, dict[str, Any]] = {
         f"-:{pattern}": {} for pattern in description.patterns(None, named_head=False)
@@ -158,12 +157,12 @@ def _dynamic(description: Description, common: ModuleSettings) -> dict[str, dict
     return entries
 
 
-def _differences(settings: ModuleSettings, common: ModuleSettings) -> dict[str, Any]:
+def _differences(settings: GridSpec, common: GridSpec) -> dict[str, Any]:
     usual = _stated(common)
     return {name: value for name, value in _stated(settings).items() if value != usual[name]}
 
 
-def _stated(settings: ModuleSettings) -> dict[str, Any]:
+def _stated(settings: GridSpec) -> dict[str, Any]:
     return {"bits": settings.bits, "group_size": settings.group_size, "sym": settings.symmetric}
 
 

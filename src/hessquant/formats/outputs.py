@@ -6,8 +6,9 @@ from functools import partial
 from math import prod
 
 from hessquant.formats import gguf_blocks
-from hessquant.formats.dialect import Dialect, ModuleSettings
+from hessquant.formats.dialect import Dialect
 from hessquant.formats.dialects import DIALECTS
+from hessquant.records import GridSpec
 
 _ITEM_BYTES = {"I64": 8, "I32": 4, "F16": 2}
 
@@ -21,11 +22,11 @@ class Output:
         packed_bytes: Bytes of a weight that has no such fault.
     """
 
-    target_fault: Callable[[int, int, ModuleSettings], str | None]
-    packed_bytes: Callable[[int, int, ModuleSettings], int]
+    target_fault: Callable[[int, int, GridSpec], str | None]
+    packed_bytes: Callable[[int, int, GridSpec], int]
 
 
-def _packed_bytes(dialect: Dialect, rows: int, columns: int, stated: ModuleSettings) -> int:
+def _packed_bytes(dialect: Dialect, rows: int, columns: int, stated: GridSpec) -> int:
     return sum(_ITEM_BYTES[dtype] * prod(shape) for dtype, shape in dialect.layout(rows, columns, stated).values())
 
 

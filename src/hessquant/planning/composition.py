@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from hessquant.formats.dialect import common_settings, settings_of
+from hessquant.formats.dialect import common_settings
 from hessquant.formats.fused import FUSED, parts_by_owner
 from hessquant.planning.patterns import matches
 from hessquant.planning.rule import Basis, Evidence, Part, Rule
@@ -59,7 +59,7 @@ def unlike_blocks(targets: Iterable[Target], model: Surroundings) -> tuple[list[
     kinds = {
         (
             key[0],
-            tuple((t.name[len("".join(key)) :], t.rows, t.columns, t.transposed, settings_of(t)) for t in members),
+            tuple((t.name[len("".join(key)) :], t.rows, t.columns, t.transposed, t.grid) for t in members),
             tuple(sorted(name[len("".join(key)) :] for name in left.get(key, ()))),
         ): key
         for key, members in reversed(blocks.items())
@@ -115,7 +115,7 @@ def _uneven_sets(rule: Rule, targets: Sequence[Target], model: Surroundings) -> 
     for leaves in parts_by_owner([*known, *left]).values() if rule.fuses else ():
         for fused in sets:
             members = fused.members(leaves)
-            settings = [settings_of(known[name]) if name in known else None for name in members]
+            settings = [known[name].grid if name in known else None for name in members]
             other = next((index for index, each in enumerate(settings) if each != settings[0]), None)
             if other is not None:
                 first, second = (f"{members[i]}.weight ({settings[i] or 'left in 16 bit'})" for i in (0, other))
@@ -142,7 +142,7 @@ def _experts(
 ) -> Iterator[Finding]:
     yield _part(rule.experts, "never tried with mixtures of experts", model)
     layers: dict[str, set[object]] = {}
-    for name, settings in (*((t.name, settings_of(t)) for t in experts), *((name, None) for name in model.left)):
+    for name, settings in (*((t.name, t.grid) for t in experts), *((name, None) for name in model.left)):
         found = _EXPERT.fullmatch(name)
         if found:
             layers.setdefault(found[1], set()).add(settings)
@@ -153,7 +153,7 @@ def _experts(
             "makes one tensor of experts by names that it has none of for this architecture, and leaves them random"
         )
         yield Finding("no", reason, "measured")
-    if rule.experts_whole and not all(target.symmetric for target in experts):
+    if rule.experts_whole and not all(target.grid.symmetric for target in experts):
         yield Finding("no", "reads no zeros of experts", "documented")
     if rule.fuses:
         yield from _experts_as_one(rule, targets, experts, layers, model)

@@ -11,7 +11,7 @@ from hessquant import memory
 from hessquant.config import Config
 from hessquant.errors import PlanError, SourceError
 from hessquant.formats.described import description_of
-from hessquant.formats.dialect import ModuleSettings, PackedWeight, settings_of
+from hessquant.formats.dialect import PackedWeight
 from hessquant.formats.dialects import DIALECTS
 from hessquant.formats.judge import misread
 from hessquant.formats.outputs import OUTPUTS
@@ -29,7 +29,7 @@ from hessquant.planning.shapes import limiting_weight, tensor_parallel
 from hessquant.planning.size import Sizes, bits_per_weight
 from hessquant.planning.targets import head_product, known_names, left_alone, namesakes, select_targets
 from hessquant.planning.unquantized import is_end, refuse_unquantized
-from hessquant.records import Plan, Target, TensorInfo, Untouched
+from hessquant.records import GridSpec, Plan, Target, TensorInfo, Untouched
 
 _FLOATING = ("F64", "F32", "BF16", "F16")
 
@@ -116,11 +116,11 @@ def plan_export(
                 f"{source.name}: {name} is packed as {weight.rows} x {weight.columns}, but the model multiplies "
                 + (f"it as {shapes[0][0]} x {shapes[0][1]}" if shapes else "no such weight")
             )
-    settings = {name: weight.settings for name, weight in packed.items()}
+    settings = {name: weight.grid for name, weight in packed.items()}
     refuse_format(chosen, settings, seen.blocks, config)
     targets = _targets(chosen, seen, settings)
     reasons = left_alone(chosen, {}, {name: info for name, info in tensors.items() if name not in packed}, seen)
-    common = Counter(target.group_size for target in targets).most_common(1)[0][0]
+    common = Counter(target.grid.group_size for target in targets).most_common(1)[0][0]
     held = max(8 * target.rows * target.columns for target in targets)
     plan = _plan(source, model_config, seen, tensors, targets, reasons, common, held, config)
     return replace(plan, aliases=tuple(namesakes(chosen, tensors, seen)))
@@ -170,7 +170,7 @@ def _plan(
         unquantized_matrices=(untouched_bytes - ends) / (source_bytes - ends),
         source_bytes=source_bytes,
         output_bytes=untouched_bytes
-        + sum(OUTPUTS[config.format].packed_bytes(t.rows, t.columns, settings_of(t)) for t in targets),
+        + sum(OUTPUTS[config.format].packed_bytes(t.rows, t.columns, t.grid) for t in targets),
         memory_bytes=memory_bytes,
         tensor_parallel=tensor_parallel(targets),
         tensor_parallel_limit=limiting_weight(targets, seen.blocks),
@@ -200,9 +200,7 @@ def _architecture(model_config: PreTrainedConfig, seen: Probe) -> str:
     return seen.architecture
 
 
-def _targets(
-    chosen: Sequence[ProbedProduct], seen: Probe, settings: Mapping[str, ModuleSettings]
-) -> tuple[Target, ...]:
+def _targets(chosen: Sequence[ProbedProduct], seen: Probe, settings: Mapping[str, GridSpec]) -> tuple[Target, ...]:
     first: dict[tuple[int, int], str] = {}
     targets = []
     for product in chosen:
@@ -215,9 +213,7 @@ def _targets(
                 block=len(seen.blocks) if block is None else block,
                 rows=product.rows,
                 columns=product.columns,
-                bits=settings[product.name].bits,
-                group_size=settings[product.name].group_size,
-                symmetric=settings[product.name].symmetric,
+                grid=settings[product.name],
                 transposed=product.transposed,
                 shares_input_with=first.setdefault(product.input_id, product.name),
                 calls=product.calls,

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import get_args
 
-from hessquant.formats.dialect import settings_of
 from hessquant.planning.composition import (
     UNSAID,
     Finding,
@@ -85,12 +84,8 @@ def _findings(rule: Rule, targets: Sequence[Target], blocks: Sequence[str], mode
 
 def _praise(rule: Rule, targets: Sequence[Target]) -> str:
     """What is said where everything fits."""
-    notes = (
-        [rule.note]
-        if rule.note
-        else [f"takes {text}" for text in sorted({str(settings_of(target)) for target in targets})]
-    )
-    if rule.asymmetric_note and not all(target.symmetric for target in targets):
+    notes = [rule.note] if rule.note else [f"takes {text}" for text in sorted({str(target.grid) for target in targets})]
+    if rule.asymmetric_note and not all(target.grid.symmetric for target in targets):
         notes.append(rule.asymmetric_note)
     return "; ".join(notes)
 
@@ -108,22 +103,22 @@ def _faults(rule: Rule, targets: Sequence[Target], blocks: Sequence[str]) -> Ite
 
 def _bits_fault(rule: Rule, target: Target) -> str | None:
     known = rule.symmetric | rule.asymmetric
-    return None if target.bits in known else f"{_takes(rule)} {_listed(known)} bits, not {target.bits}"
+    return None if target.grid.bits in known else f"{_takes(rule)} {_listed(known)} bits, not {target.grid.bits}"
 
 
 def _kind_fault(rule: Rule, target: Target) -> str | None:
     """Whether the client takes this symmetry, and with these bits; bits that it never takes are another fault."""
-    taken = rule.symmetric if target.symmetric else rule.asymmetric
-    kind, other = ("symmetric", "asymmetric") if target.symmetric else ("asymmetric", "symmetric")
+    taken = rule.symmetric if target.grid.symmetric else rule.asymmetric
+    kind, other = ("symmetric", "asymmetric") if target.grid.symmetric else ("asymmetric", "symmetric")
     if not taken:
-        return f"{_takes(rule)} {other} weights only in this format, not {kind} ones of {target.bits} bits"
-    if target.bits in (rule.symmetric | rule.asymmetric) - taken:
-        return f"{_takes(rule)} {kind} weights of {_listed(taken)} bits only, not {target.bits}"
+        return f"{_takes(rule)} {other} weights only in this format, not {kind} ones of {target.grid.bits} bits"
+    if target.grid.bits in (rule.symmetric | rule.asymmetric) - taken:
+        return f"{_takes(rule)} {kind} weights of {_listed(taken)} bits only, not {target.grid.bits}"
     return None
 
 
 def _group_fault(rule: Rule, target: Target) -> str | None:
-    size = target.group_size
+    size = target.grid.group_size
     if rule.group_sizes is not None and size not in rule.group_sizes:
         return f"{_takes(rule)} group sizes {_listed(rule.group_sizes)}, not {size}"
     if size != -1 and size % rule.group_multiple:
@@ -148,7 +143,7 @@ def _mixtures(rule: Rule, targets: Sequence[Target], model: Surroundings) -> Ite
     """What is known of each setting that differs from weight to weight."""
     known = {mixing.setting: mixing for mixing in rule.mixed}
     for setting, label in _LABELS.items():
-        values = sorted({getattr(target, setting) for target in targets})
+        values = sorted({getattr(target.grid, setting) for target in targets})
         if len(values) == 1:
             continue
         listed = "" if setting == "symmetric" else f": {', '.join(map(str, values))}"

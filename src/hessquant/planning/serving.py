@@ -7,7 +7,6 @@ from typing import get_args
 
 from hessquant.config import Format
 from hessquant.errors import ServeError
-from hessquant.formats.dialect import settings_of
 from hessquant.formats.outputs import OUTPUTS
 from hessquant.planning.composition import UNSAID, Surroundings, unlike_blocks
 from hessquant.planning.server_rules import RULES
@@ -66,7 +65,7 @@ def remedies(
         found: dict[tuple[str, ...], str] = {}
         for other_format, changes in _candidates(output_format, targets, count):
             kind = (other_format, *changes)
-            changed = [replace(target, **changes) for target in targets]  # type: ignore[arg-type]
+            changed = [replace(target, grid=replace(target.grid, **changes)) for target in targets]  # type: ignore[arg-type]
             fits = _holds(other_format, changed) and judge(rules[other_format], changed, blocks, model).opens == "yes"
             if fits and kind not in found:
                 found[kind] = _words(other_format if other_format != output_format else None, changes, targets)
@@ -89,16 +88,16 @@ def _candidates(output_format: str, targets: Sequence[Target], count: int) -> It
 
 def _nearest_first(name: str, planned: Target) -> list[int]:
     """Values to try of a setting; one group per row is the farthest from any other group size."""
-    before: int = getattr(planned, name)
+    before: int = getattr(planned.grid, name)
     return sorted(_TRIED[name], key=lambda value: float("inf") if value == -1 else abs(value - before))
 
 
 def _holds(output_format: str, targets: Sequence[Target]) -> bool:
     """Whether the format has a form for all of these, and their groups are whole."""
-    if any(target.group_size != -1 and target.columns % target.group_size for target in targets):
+    if any(target.grid.group_size != -1 and target.columns % target.grid.group_size for target in targets):
         return False
     fault = OUTPUTS[output_format].target_fault
-    return not any(fault(target.rows, target.columns, settings_of(target)) for target in targets)
+    return not any(fault(target.rows, target.columns, target.grid) for target in targets)
 
 
 def _words(output_format: str | None, changes: dict[str, int], targets: Sequence[Target]) -> str:
@@ -109,6 +108,6 @@ def _words(output_format: str | None, changes: dict[str, int], targets: Sequence
             words.append("no --asymmetric" if value else "--asymmetric")
         else:
             words.append(f"--{name.replace('_', '-')} {value}")
-        if len({getattr(target, name) for target in targets}) > 1:
+        if len({getattr(target.grid, name) for target in targets}) > 1:
             words[-1] += " for every weight"
     return " with ".join(words)

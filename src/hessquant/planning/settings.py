@@ -7,19 +7,20 @@ from typing import Any
 
 from hessquant.config import AUTO_GROUP_SIZES, Config, Override
 from hessquant.errors import GroupSizeError, PatternError, PlanError
-from hessquant.formats.dialect import ModuleSettings
+from hessquant.formats.dialect import PackedWeight
 from hessquant.formats.outputs import OUTPUTS
 from hessquant.models.recorder import ProbedProduct
 from hessquant.planning.patterns import match_all
-from hessquant.planning.shapes import Shape, auto_group_size, tensor_parallel, weight_pattern
+from hessquant.planning.shapes import auto_group_size, tensor_parallel, weight_pattern
 from hessquant.planning.targets import fused_sets
+from hessquant.records import GridSpec
 
 _WITHOUT_GROUPS = "--group-size -1 (one group per row), or leave them out with --exclude PATTERN"
 
 
 def assign_settings(
     chosen: Sequence[ProbedProduct], blocks: Sequence[str], names: Collection[str], config: Config
-) -> tuple[int, dict[str, ModuleSettings]]:
+) -> tuple[int, dict[str, GridSpec]]:
     """How each target is quantized: by the config, and by the overrides that match it, the later ones last.
 
     Args:
@@ -38,7 +39,7 @@ def assign_settings(
     """
     changes = _changes([product.name for product in chosen], names, config.overrides)
     group_size = _group_size([p for p in chosen if "group_size" not in changes[p.name]], blocks, config)
-    common = ModuleSettings(config.bits, group_size, config.symmetric)
+    common = GridSpec(config.bits, group_size, config.symmetric)
     settings = {name: replace(common, **change) for name, change in changes.items()}
     _refuse_ragged(chosen, settings, blocks, config)
     _refuse_uneven_sets(chosen, settings)
@@ -80,7 +81,7 @@ def _group_size(products: Sequence[ProbedProduct], blocks: Sequence[str], config
 
 
 def _refuse_ragged(
-    chosen: Sequence[ProbedProduct], settings: Mapping[str, ModuleSettings], blocks: Sequence[str], config: Config
+    chosen: Sequence[ProbedProduct], settings: Mapping[str, GridSpec], blocks: Sequence[str], config: Config
 ) -> None:
     ragged = [
         (product, settings[product.name].group_size)
@@ -93,13 +94,13 @@ def _refuse_ragged(
     advice = _WITHOUT_GROUPS
     fitting = auto_group_size(chosen)
     if fitting is not None:
-        reach = tensor_parallel(Shape(p.rows, p.columns, config.bits, fitting) for p in chosen)
+        reach = tensor_parallel(PackedWeight(p.rows, p.columns, GridSpec(config.bits, fitting)) for p in chosen)
         advice = f"--group-size auto (takes {fitting}; largest tensor-parallel size then {reach}), {advice}"
     listing = _listing(ragged, blocks)
     raise GroupSizeError(f"group size {sizes} does not divide the inputs of these weights:\n{listing}\nUse {advice}")
 
 
-def _refuse_uneven_sets(chosen: Sequence[ProbedProduct], settings: Mapping[str, ModuleSettings]) -> None:
+def _refuse_uneven_sets(chosen: Sequence[ProbedProduct], settings: Mapping[str, GridSpec]) -> None:
     for fused, members in fused_sets(chosen):
         if fused.everywhere and len({settings[product.name] for product in members}) > 1:
             listing = "\n".join(f"  {product.name}: {settings[product.name]}" for product in members)
@@ -110,7 +111,7 @@ def _refuse_uneven_sets(chosen: Sequence[ProbedProduct], settings: Mapping[str, 
 
 
 def refuse_format(
-    chosen: Iterable[ProbedProduct], settings: Mapping[str, ModuleSettings], blocks: Sequence[str], config: Config
+    chosen: Iterable[ProbedProduct], settings: Mapping[str, GridSpec], blocks: Sequence[str], config: Config
 ) -> None:
     """Refuse weights that the output format has no form for.
 

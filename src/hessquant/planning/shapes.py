@@ -1,11 +1,11 @@
 """What the shapes of weights allow: group sizes, tensor-parallel sizes."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
 
 from hessquant.config import AUTO_GROUP_SIZES
+from hessquant.formats.dialect import PackedWeight
 from hessquant.models.recorder import ProbedProduct
-from hessquant.records import Target
+from hessquant.records import GridSpec, Target
 
 _WORD = 32
 _LARGEST_TENSOR_PARALLEL = 64
@@ -17,36 +17,7 @@ def auto_group_size(chosen: Iterable[ProbedProduct]) -> int | None:
     return next((size for size in AUTO_GROUP_SIZES if all(count % size == 0 for count in columns)), None)
 
 
-class Divided(Protocol):
-    """A weight as far as dividing it among devices goes; a `Target` is one."""
-
-    @property
-    def rows(self) -> int:
-        """Outputs."""
-
-    @property
-    def columns(self) -> int:
-        """Inputs."""
-
-    @property
-    def bits(self) -> int:
-        """Bits per code."""
-
-    @property
-    def group_size(self) -> int:
-        """Inputs per group; -1 = one group per row."""
-
-
-class Shape(NamedTuple):
-    """A weight that is no target yet, with settings that it might get."""
-
-    rows: int
-    columns: int
-    bits: int
-    group_size: int
-
-
-def tensor_parallel(weights: Iterable[Divided], row_multiple: int = 1, column_multiple: int = 1) -> int:
+def tensor_parallel(weights: Iterable[PackedWeight | Target], row_multiple: int = 1, column_multiple: int = 1) -> int:
     """Largest power of two, up to 64, that every weight can be divided by along its rows and along its groups.
 
     Args:
@@ -54,10 +25,10 @@ def tensor_parallel(weights: Iterable[Divided], row_multiple: int = 1, column_mu
         row_multiple: What the rows of each part must be a multiple of.
         column_multiple: What the columns of each part must be a multiple of.
     """
-    shapes = set(map(_shape, weights))
+    shapes = {(weight.rows, weight.columns, weight.grid) for weight in weights}
     size = 1
     while size < _LARGEST_TENSOR_PARALLEL and all(
-        _divides(size * 2, shape, row_multiple, column_multiple) for shape in shapes
+        _divides(size * 2, *shape, row_multiple, column_multiple) for shape in shapes
     ):
         size *= 2
     return size
@@ -71,7 +42,9 @@ def limiting_weight(
     size = tensor_parallel(targets, row_multiple, column_multiple)
     if size >= _LARGEST_TENSOR_PARALLEL:
         return ""
-    names = (t.name for t in targets if not _divides(size * 2, _shape(t), row_multiple, column_multiple))
+    names = (
+        t.name for t in targets if not _divides(size * 2, t.rows, t.columns, t.grid, row_multiple, column_multiple)
+    )
     return weight_pattern(next(names), blocks)
 
 
@@ -83,16 +56,12 @@ def weight_pattern(name: str, blocks: Sequence[str]) -> str:
     return name
 
 
-def _shape(weight: Divided) -> Shape:
-    return Shape(weight.rows, weight.columns, weight.bits, weight.group_size)
-
-
-def _divides(ranks: int, shape: Shape, row_multiple: int, column_multiple: int) -> bool:
-    width = 1 if shape.group_size == -1 else shape.group_size
+def _divides(ranks: int, rows: int, columns: int, grid: GridSpec, row_multiple: int, column_multiple: int) -> bool:
+    width = 1 if grid.group_size == -1 else grid.group_size
     return (
-        shape.rows % (ranks * row_multiple) == 0
-        and shape.columns % (ranks * column_multiple) == 0
-        and shape.columns % (ranks * width) == 0
-        and shape.rows // ranks * shape.bits % _WORD == 0
-        and shape.columns // ranks * shape.bits % _WORD == 0
+        rows % (ranks * row_multiple) == 0
+        and columns % (ranks * column_multiple) == 0
+        and columns % (ranks * width) == 0
+        and rows // ranks * grid.bits % _WORD == 0
+        and columns // ranks * grid.bits % _WORD == 0
     )

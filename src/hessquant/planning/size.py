@@ -32,7 +32,7 @@ def bits_per_weight(targets: Iterable[Target]) -> float:
     bits = weights = 0
     for target in targets:
         weights += target.rows * target.columns
-        bits += target.rows * (target.columns * target.bits + target.groups * (_SCALE_BITS + target.bits))
+        bits += target.rows * (target.columns * target.grid.bits + target.groups * (_SCALE_BITS + target.grid.bits))
     return bits / weights
 
 

@@ -207,7 +207,9 @@ def _details(report: RunReport) -> str:
 
 def _grids(report: RunReport) -> str:
     targets = report.plan.targets
-    grids = sorted({f"{target.bits}-bit {'symmetric' if target.symmetric else 'asymmetric'}" for target in targets})
+    grids = sorted(
+        {f"{target.grid.bits}-bit {'symmetric' if target.grid.symmetric else 'asymmetric'}" for target in targets}
+    )
     return escape(f"{', '.join(grids)}, group {_group(report.plan.group_size)}")
 
 
