@@ -19,7 +19,7 @@ def rounded(model: Path, config: hessquant.Config) -> PreTrainedModel:
         model: Directory of the original.
         config: Bits, group size, symmetry and choice of targets are taken from it.
     """
-    built = load_model(resolve(str(model)), trust_remote_code=False)
+    built = load_model(resolve(str(model)))
     parameters = dict(built.named_parameters())
     for target in hessquant.make_plan(str(model), config).targets:
         weight = matrix_at(parameters, target)

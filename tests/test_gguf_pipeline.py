@@ -35,7 +35,7 @@ def quantize(source, out, **settings):
 
 def logits(directory):
     with torch.no_grad():
-        return load_model(resolve(str(directory)), False)(input_ids=TOKENS).logits
+        return load_model(resolve(str(directory)))(input_ids=TOKENS).logits
 
 
 def test_a_model_is_made_of_one_file_that_says_the_same(source, tmp_path):

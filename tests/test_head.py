@@ -62,7 +62,7 @@ def test_the_head_is_solved_on_what_the_quantized_blocks_give_it(model, tmp_path
     assert report.plan.unties_head is tied
 
     seen = []
-    quantized = load_model(resolve(str(tmp_path / "out")), False)
+    quantized = load_model(resolve(str(tmp_path / "out")))
     quantized.lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     with torch.no_grad():
         quantized(input_ids=TOKENS)

@@ -39,7 +39,7 @@ def llama(make_model):
 def logits(model):
     """Of the model as `evaluate` loads it, quantized or not."""
     with torch.no_grad():
-        return load_for_evaluation(resolve(model), False)(input_ids=tokens(2)).logits
+        return load_for_evaluation(resolve(model))(input_ids=tokens(2)).logits
 
 
 def written(directory):
@@ -344,12 +344,12 @@ def test_trust_in_the_models_code_reaches_the_probe_of_a_quantized_checkpoint(ll
     hessquant.quantize(llama, tmp_path / "out", hessquant.Config(group_size=32), calibration=[tokens()])
     asked = []
 
-    def noting(*args, trust_remote_code=False, **others):
-        asked.append(trust_remote_code)
-        return probe(*args, trust_remote_code=trust_remote_code, **others)
+    def noting(source, *args, **others):
+        asked.append(source.trust_remote_code)
+        return probe(source, *args, **others)
 
     monkeypatch.setattr("hessquant.pipeline.evaluating.probe", noting)
-    load_for_evaluation(resolve(str(tmp_path / "out")), True)
+    load_for_evaluation(resolve(str(tmp_path / "out"), trust_remote_code=True))
     assert asked == [True]
 
 

@@ -91,7 +91,7 @@ def cover(family: str | Other, folder: Path) -> Row:
     _check_weights(folder, plan, model)
     assert row.ratio < 1, f"the loss is {row.ratio:.3f} of round-to-nearest's"
     inputs = _inputs(config, other, 1)
-    loaded = load_model(resolve(str(folder / "out")), False, None if other is None else inputs)
+    loaded = load_model(resolve(str(folder / "out")), None if other is None else inputs)
     # `model` holds what our decoder made of each matrix, put where it was.
     expected, found = _output(model, inputs), _output(loaded, inputs)
     error = float((found - expected).norm() / expected.norm())

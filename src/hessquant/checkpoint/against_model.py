@@ -11,7 +11,7 @@ from hessquant.errors import HessquantError, SourceError
 from hessquant.formats.dialect import Settings
 from hessquant.models.probe import Probe, probe
 from hessquant.models.recorder import ProbedProduct
-from hessquant.models.source import ModelSource, load_config
+from hessquant.models.source import ModelSource
 from hessquant.models.stream import StreamedModel
 from hessquant.records import TensorInfo
 
@@ -36,8 +36,6 @@ def compare_with_model(
     source: ModelSource,
     tensors: Mapping[str, TensorInfo],
     settings: Settings | None,
-    *,
-    trust_remote_code: bool = False,
 ) -> Comparison:
     """Build the model that the config names, without weights, and hold the checkpoint against it.
 
@@ -45,16 +43,13 @@ def compare_with_model(
         source: The checkpoint.
         tensors: Its tensors by name, each quantized weight as one.
         settings: What its config says of quantization; None = nothing.
-        trust_remote_code: Allow code that comes with the model to run.
     """
     try:
-        config = load_config(source, trust_remote_code=trust_remote_code)
-        vars(config).pop("quantization_config", None)
-        seen = probe(source, config, tensors, trust_remote_code=trust_remote_code)
+        seen = probe(source, tensors)
     except HessquantError as error:
         return Comparison(unchecked=str(error))
     try:
-        model = StreamedModel(source, _restacked(tensors, seen), _never_read, trust_remote_code=trust_remote_code).model
+        model = StreamedModel(source, _restacked(tensors, seen), _never_read).model
     except SourceError as error:
         return Comparison((str(error).removeprefix(f"{source.name}: "),))
     linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}

@@ -53,8 +53,8 @@ def inspect_checkpoint(directory: Path, *, trust_remote_code: bool = False) -> I
     unchecked = "its tensors do not fit together" if faults else ""
     if not faults:
         whole = {info.name: info for info in (*untouched, *map(_as_plain, weights))}
-        source = ModelSource(directory.resolve().name, directory)
-        compared = compare_with_model(source, whole, settings, trust_remote_code=trust_remote_code)
+        source = ModelSource(directory.resolve().name, directory, trust_remote_code)
+        compared = compare_with_model(source, whole, settings)
         faults, unchecked = [*compared.faults], compared.unchecked
     count = sum(weight.rows * weight.columns for weight in weights)
     return Inspection(

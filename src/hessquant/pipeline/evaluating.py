@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hessquant.calibration.windows import evaluation_windows
 from hessquant.checkpoint.decode import decoded_state, quantization_of
@@ -19,7 +19,7 @@ from hessquant.models.library import predicts_next_token
 from hessquant.models.load import build
 from hessquant.models.probe import Probe, probe
 from hessquant.models.recorder import ProbedProduct
-from hessquant.models.source import ModelSource, load_config, load_tokenizer, resolve
+from hessquant.models.source import ModelSource, resolve
 from hessquant.pipeline.windows import refuse_unfit_windows, refuse_window_length
 from hessquant.records import Evaluation, Progress
 
@@ -51,49 +51,42 @@ def evaluate(
     """
     source = resolve(model, trust_remote_code=trust_remote_code)
     base = None if against is None else resolve(against, trust_remote_code=trust_remote_code)
-    described = _refuse_without_logits(source, trust_remote_code)
-    measured = [(source, described)]
-    if base is not None:
-        measured.append((base, _refuse_without_logits(base, trust_remote_code)))
-    for model_source, model_config in measured:
-        refuse_window_length(window_length, model_config, model_source.name)
-    length = window_length_of(window_length, *(context_of(model_config).least for _, model_config in measured))
-    tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
-    windows = evaluation_windows(text, tokenizer, num_windows=num_windows, window_length=length)
-    for _, model_config in measured:
-        refuse_unfit_windows(windows, model_config)
+    measured = [source] if base is None else [source, base]
+    for each in measured:
+        _refuse_without_logits(each)
+        refuse_window_length(window_length, each)
+    length = window_length_of(window_length, *(context_of(each.config).least for each in measured))
+    windows = evaluation_windows(text, source.tokenizer, num_windows=num_windows, window_length=length)
+    for each in measured:
+        refuse_unfit_windows(windows, each.config)
     return evaluate_model(
-        load_model(source, trust_remote_code),
+        load_model(source),
         windows,
         name=model,
         text="builtin" if text is None else text if text.startswith("hub:") else Path(text).name,
         window_length=length,
-        base=None if base is None else load_model(base, trust_remote_code),
+        base=None if base is None else load_model(base),
         base_name=against or "",
         progress=progress,
     )
 
 
-def _refuse_without_logits(source: ModelSource, trust_remote_code: bool) -> PreTrainedConfig:
-    described = load_config(source, trust_remote_code=trust_remote_code)
-    if not predicts_next_token(described, trust_remote_code=trust_remote_code):
+def _refuse_without_logits(source: ModelSource) -> None:
+    described = source.config
+    if not predicts_next_token(described, trust_remote_code=source.trust_remote_code):
         kind = "an encoder-decoder" if described.is_encoder_decoder else "no model that continues a text"
         name = next(iter(described.architectures or ()), type(described).__name__)
         raise SourceError(
             f"{source.name}: {name} is {kind}, so it has no perplexity to measure; the quantization report "
             "(hessquant-report.json) has the error of each of its layers"
         )
-    return described
 
 
-def load_model(
-    source: ModelSource, trust_remote_code: bool, inputs: Mapping[str, Tensor] | None = None
-) -> PreTrainedModel:
+def load_model(source: ModelSource, inputs: Mapping[str, Tensor] | None = None) -> PreTrainedModel:
     """The whole model in float32, decoded if it is quantized.
 
     Args:
         source: The model.
-        trust_remote_code: Allow code that comes with the model to run.
         inputs: Of its forward pass, for a model that takes more than text.
 
     Raises:
@@ -105,11 +98,10 @@ def load_model(
             state = decoded_state(reader)
         else:
             names = UnpackedCheckpoint(reader).tensors
-            model_config = load_config(source, trust_remote_code=trust_remote_code)
-            seen = probe(source, model_config, names, inputs=inputs, trust_remote_code=trust_remote_code)
+            seen = probe(source, names, inputs=inputs)
             transposed = {product.name for product in seen.products if product.transposed}
             state = _restacked(decoded_state(reader, transposed=transposed), seen)
-    return build(source, state, trust_remote_code=trust_remote_code)
+    return build(source, state)
 
 
 def _restacked(state: Mapping[str, Tensor], seen: Probe) -> dict[str, Tensor]:

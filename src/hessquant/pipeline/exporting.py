@@ -51,7 +51,7 @@ def export(
     started = time.perf_counter()
     with CheckpointReader(checkpoint) as reader:
         unpacked = UnpackedCheckpoint(reader)
-        source = ModelSource(str(checkpoint), checkpoint)
+        source = ModelSource(str(checkpoint), checkpoint, config.trust_remote_code)
         plan = plan_export(source, unpacked.tensors, unpacked.packed, config)
         refuse_form(config, unpacked, checkpoint, plan)
         if on_plan is not None:

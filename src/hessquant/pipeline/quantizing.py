@@ -96,7 +96,7 @@ def quantize(
         with RunStore(kept_in, keep=keep_run) as store, holding(out):
             finished = report_in(out) if is_complete(out) else None
             batches, calibrated = inputs.batches(TOKENS_PER_BATCH), inputs.record
-            streamed = StreamedModel(source, reader.tensors, reader.read, trust_remote_code=config.trust_remote_code)
+            streamed = StreamedModel(source, reader.tensors, reader.read)
             scales = ScaleCheck(plan.targets, reader.tensors, config)
             identity = _identity(plan, config, calibrated, audit(reader, progress, scales))
             store.begin({name: value for name, value in identity.items() if name not in _OF_THE_OUTPUT})

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from hessquant import memory
 from hessquant.config import Config
@@ -19,7 +18,7 @@ from hessquant.models.context import context_of, window_length
 from hessquant.models.library import uncollected
 from hessquant.models.probe import Probe, probe
 from hessquant.models.recorder import ProbedProduct
-from hessquant.models.source import ModelSource, load_config
+from hessquant.models.source import ModelSource
 from hessquant.planning.composition import Surroundings
 from hessquant.planning.fit import find_remedies, least_bytes
 from hessquant.planning.servers import untried, verdicts
@@ -62,11 +61,10 @@ def make_plan(
         ServeError: If a client in `config.serve` is known not to open the result.
         PlanError: If the model or the settings cannot be planned for another reason.
     """
-    model_config = load_config(source, trust_remote_code=config.trust_remote_code)
-    _refuse_quantized(source, model_config)
-    context = context_of(model_config).least
+    _refuse_quantized(source)
+    context = context_of(source.config).least
     config = replace(config, window_length=window_length(config.window_length, context))
-    seen = probe(source, model_config, tensors, inputs=inputs, trust_remote_code=config.trust_remote_code)
+    seen = probe(source, tensors, inputs=inputs)
     _check_stored(source, tensors, seen)
     chosen, reasons = select_targets(seen, tensors, config)
     group_size, settings = assign_settings(chosen, seen.blocks, known_names(seen, tensors), config)
@@ -74,7 +72,7 @@ def make_plan(
     refuse_unquantized(tensors, reasons, seen, config)
     sizes = Sizes.of(seen, targets, config)
     estimate, machine = sizes.memory(config), memory.total_memory()
-    plan = _plan(source, model_config, seen, tensors, targets, reasons, group_size, estimate, config)
+    plan = _plan(source, seen, tensors, targets, reasons, group_size, estimate, config)
     return replace(
         plan,
         aliases=tuple(namesakes(chosen, tensors, seen)),
@@ -102,9 +100,7 @@ def plan_export(
         ServeError: If a client in `config.serve` is known not to open the result.
         PlanError: If the model cannot be planned, or the format cannot hold a weight.
     """
-    model_config = load_config(source, trust_remote_code=config.trust_remote_code)
-    vars(model_config).pop("quantization_config", None)
-    seen = probe(source, model_config, tensors, trust_remote_code=config.trust_remote_code)
+    seen = probe(source, tensors)
     _check_stored(source, {name: info for name, info in tensors.items() if name not in packed}, seen)
     head = head_product(seen)
     products = [*seen.products, *([] if head is None else [head])]
@@ -122,13 +118,12 @@ def plan_export(
     reasons = left_alone(chosen, {}, {name: info for name, info in tensors.items() if name not in packed}, seen)
     common = Counter(target.grid.group_size for target in targets).most_common(1)[0][0]
     held = max(8 * target.rows * target.columns for target in targets)
-    plan = _plan(source, model_config, seen, tensors, targets, reasons, common, held, config)
+    plan = _plan(source, seen, tensors, targets, reasons, common, held, config)
     return replace(plan, aliases=tuple(namesakes(chosen, tensors, seen)))
 
 
 def _plan(
     source: ModelSource,
-    model_config: PreTrainedConfig,
     seen: Probe,
     tensors: Mapping[str, TensorInfo],
     targets: tuple[Target, ...],
@@ -143,7 +138,7 @@ def _plan(
         )
         for name, reason in reasons.items()
     )
-    architecture = _architecture(model_config, seen)
+    architecture = _architecture(source, seen)
     model = Surroundings(architecture, frozenset(reasons))
     servers = verdicts(config.format, targets, seen.blocks, model)
     if not seen.decodes:
@@ -192,9 +187,9 @@ def _refuse_misread(plan: Plan, config: Config) -> None:
         raise PlanError(f"the {config.format} format has no words for this plan: {fault}; leave that weight out")
 
 
-def _architecture(model_config: PreTrainedConfig, seen: Probe) -> str:
+def _architecture(source: ModelSource, seen: Probe) -> str:
     """The class that the config names, the one that transformers takes where it names none."""
-    match model_config.architectures:
+    match source.config.architectures:
         case [str(name), *_]:
             return name
     return seen.architecture
@@ -225,8 +220,8 @@ def _targets(chosen: Sequence[ProbedProduct], seen: Probe, settings: Mapping[str
     return tuple(targets)
 
 
-def _refuse_quantized(source: ModelSource, model_config: PreTrainedConfig) -> None:
-    quantization = getattr(model_config, "quantization_config", None)
+def _refuse_quantized(source: ModelSource) -> None:
+    quantization = source.quantization
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         raise SourceError(
