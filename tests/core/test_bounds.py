@@ -5,9 +5,9 @@ import torch
 from tests.problems import loss_of, random_layer, swept
 
 from hessquant.core import bounds
-from hessquant.core.bounds import expected_rtn_loss, expected_sweep_loss, order_free_floor
+from hessquant.core.bounds import expected_sweep_loss, order_free_floor
 from hessquant.core.factor import factorize
-from hessquant.core.grid import Grid, GridSpec, encode, min_max
+from hessquant.core.grid import Grid, GridSpec, min_max
 from hessquant.core.obq import damped
 
 SPEC = GridSpec(bits=8, group_size=16, scale_dtype=torch.float32)
@@ -32,13 +32,6 @@ def test_the_sweep_loses_what_theory_expects(layer):
     codes = swept(weight, hessian, SPEC, order="activation", damping=0.0, grid=grid)
     loss = loss_of(codes, weight, hessian, grid)
     assert loss == pytest.approx(expected_sweep_loss(grid, factor), rel=0.05)
-
-
-def test_rounding_to_nearest_loses_what_theory_expects(layer):
-    weight, hessian = layer
-    grid = roomy(weight)
-    loss = loss_of(encode(weight, grid), weight, hessian, grid)
-    assert loss == pytest.approx(expected_rtn_loss(grid, hessian), rel=0.1)
 
 
 def test_the_floor_is_the_same_for_every_order_and_below_each_ones_expected_loss(layer):

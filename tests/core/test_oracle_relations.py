@@ -85,24 +85,6 @@ def test_the_two_weight_example_holds_to_the_digit():
     assert (codes - grid.zeros).tolist() == [[1, 1]]
 
 
-def test_the_sweep_beats_round_to_nearest_by_a_wide_margin_on_correlated_inputs():
-    weight, hessian = random_layer(32, 64, seed=3)
-    spec = GridSpec(bits=3, group_size=16)
-    grid = min_max(weight, spec)
-    loss = loss_of(swept(weight, hessian, spec), weight, hessian, grid)
-    assert loss < 0.6 * loss_of(encode(weight, grid), weight, hessian, grid)
-
-
-def test_the_greedy_order_of_obq_is_worse_than_gptqs_fixed_order():
-    greedy = fixed = 0.0
-    for seed in range(6):
-        weight, hessian = random_layer(4, 24, seed=seed)
-        grid = min_max(weight, GridSpec(bits=3))
-        greedy += loss_of(obq(weight, hessian, grid, rule="smallest-error"), weight, hessian, grid)
-        fixed += loss_of(swept(weight, hessian, grid.spec, order="activation"), weight, hessian, grid)
-    assert fixed < greedy
-
-
 def test_the_selection_rules_of_obq_differ():
     weight, hessian = random_layer(4, 16, seed=1)
     grid = min_max(weight, GridSpec(bits=2))

@@ -104,7 +104,7 @@ def test_a_record_tells_what_was_solved():
     told = {name: getattr(record, name) for name in asdict(record)}
     for name in ("loss", "rtn_loss", "output_energy", "expected_loss", "floor", "fallback_rows"):
         assert told.pop(name) == getattr(solution, name), name
-    assert solution.floor < solution.expected_loss < solution.rtn_loss < solution.output_energy
+    assert len({solution.loss, solution.rtn_loss, solution.output_energy, solution.expected_loss, solution.floor}) == 5
     del told["seconds"]
     assert told == {
         "name": "w",
