@@ -66,12 +66,12 @@ def search_scales(
     best_scales, best_zeros = affine(low, high, spec)
     for factor in factors:
         scales, zeros = affine(low * factor, high * factor, spec)
-        scale, zero = scales.to(weight.dtype), zeros.to(weight.dtype)
+        scale, zero = scales.to(weight.dtype).unsqueeze(1), zeros.to(weight.dtype).unsqueeze(1)
+        code = (torch.round(members / scale) + zero).clamp(0, spec.top)
+        error = members - scale * (code - zero)
         loss = torch.zeros_like(low)
-        for j in range(width):
-            code = (torch.round(members[:, j] / scale) + zero).clamp(0, spec.top)
-            error = members[:, j] - scale * (code - zero)
-            loss = loss + importance[:, j] * (error * error)
+        for term in (importance * (error * error)).unbind(1):
+            loss += term
         better = loss < best_loss
         best_loss = torch.where(better, loss, best_loss)
         best_scales = torch.where(better, scales, best_scales)
