@@ -30,13 +30,12 @@ def sweep_block(
     total = carried.clone()
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     errors = torch.empty_like(weight)
+    scales, zeros, inverses = scales[group], zeros[group], 1 / lower.diagonal()
     for j in range(len(weight)):
-        scale, zero = scales[group[j]], zeros[group[j]]
-        inverse = 1 / lower[j, j]
-        target = weight[j] + total[j] * inverse
-        code = (torch.round(target / scale) + zero).clamp(0, top)
-        codes[j] = code.to(torch.uint8)
-        errors[j] = weight[j] - scale * (code - zero)
+        target = weight[j] + total[j] * inverses[j]
+        code = (torch.round(target / scales[j]) + zeros[j]).clamp(0, top)
+        codes[j] = code
+        errors[j] = weight[j] - scales[j] * (code - zeros[j])
         total[j + 1 :] += lower[j + 1 :, j, None] * errors[j]
     return codes, errors
 
