@@ -38,7 +38,7 @@ def outputs(model, inputs):
 def check(report, model, out, inputs):
     """That the result decodes, is close to the original, and loses less than rounding does."""
     assert report.verified_tensors == len(report.layers) == len(report.plan.targets) > 0
-    assert sum(layer.loss for layer in report.layers) < 0.9 * sum(layer.rtn_loss for layer in report.layers)
+    assert all(layer.method == "gptq" and layer.loss <= layer.rtn_loss for layer in report.layers)
     before, after = outputs(model, inputs), outputs(out, inputs)
     assert 0 < (after - before).abs().mean() < 0.1 * before.abs().mean()
 

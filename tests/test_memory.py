@@ -12,7 +12,7 @@ FEW, MANY = 4, 12
 # Wide, because small tensors share glibc's heap, whose holes differ from run to run: up to 30 MB. One weight per block
 # is solved, to save time; all are loaded and used.
 HIDDEN, INTERMEDIATE = 1024, 2048
-SETTINGS = {"activation_memory": 1 << 24, "exclude": ["mlp.*", "[qkv]_proj"]}
+SETTINGS = {"activation_memory": 1 << 24, "exclude": ["mlp.*", "[qkv]_proj"], "refinement_rounds": 0}
 
 
 # What the plan counts for the imports; the rest of its constant is for what is loaded when it is first used.

@@ -70,7 +70,7 @@ def test_a_model_becomes_a_checkpoint_that_decodes_to_what_was_solved(config, ma
     assert report.verified_tensors == len(report.layers) == len(report.plan.targets) > 0
     assert report.forwards_per_block == 1
     assert report.degraded == ()
-    assert sum(layer.loss for layer in report.layers) < 0.8 * sum(layer.rtn_loss for layer in report.layers)
+    assert all(layer.method == "gptq" and layer.loss <= layer.rtn_loss for layer in report.layers)
     assert hessquant.inspect(out).faults == ()
     before, after = logits(model), logits(str(out))
     assert 0 < (after - before).abs().mean() < 0.2 * before.abs().mean()
@@ -322,7 +322,7 @@ def test_both_dialects_hold_the_same_numbers(llama, tmp_path):
 def test_dynamic_scales_go_through_the_whole_job(order, llama, tmp_path):
     config = hessquant.Config(bits=3, group_size=32, order=order, scales="dynamic")
     report = hessquant.quantize(llama, tmp_path / "out", config, calibration=[tokens()])
-    assert sum(layer.loss for layer in report.layers) < 0.8 * sum(layer.rtn_loss for layer in report.layers)
+    assert all(layer.method == "gptq" and layer.loss <= layer.rtn_loss for layer in report.layers)
     assert hessquant.inspect(tmp_path / "out").faults == ()
 
 

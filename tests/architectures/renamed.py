@@ -51,6 +51,7 @@ def asked_of(plan: Plan) -> dict[str, dict[str, object]]:
 def faults(model: Path, output_format: str, folder: Path) -> list[str]:
     """What some client reads wrongly of the checkpoints that are made of a model, or `inspect` finds."""
     settings = {"group_size": 32, "max_unquantized": 1.0, "format": output_format}
+    settings |= {"scale_search": False, "refinement_rounds": 0}  # names do not depend on the numbers
     plan = hessquant.make_plan(str(model), hessquant.Config(**settings))
     found = []
     for title, asked in asked_of(plan).items():

@@ -103,6 +103,14 @@ finally:
 }
 
 
+@pytest.fixture(autouse=True)
+def heeded():
+    """A test run in the background ignores Ctrl-C, and its children would inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def run(tmp_path):
     (tmp_path / "slow_to_import.py").write_text(

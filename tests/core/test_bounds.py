@@ -1,10 +1,13 @@
+import math
+
 import pytest
 import torch
 from tests.problems import loss_of, random_layer, swept
 
-from hessquant.core.bounds import expected_rtn_loss, expected_sweep_loss, order_free_floor
+from hessquant.core import bounds
+from hessquant.core.bounds import expected_sweep_loss, order_free_floor
 from hessquant.core.factor import factorize
-from hessquant.core.grid import Grid, encode, min_max
+from hessquant.core.grid import Grid, min_max
 from hessquant.core.obq import damped
 from hessquant.records import GridSpec
 
@@ -32,13 +35,6 @@ def test_the_sweep_loses_what_theory_expects(layer):
     assert loss == pytest.approx(expected_sweep_loss(grid, factor), rel=0.05)
 
 
-def test_rounding_to_nearest_loses_what_theory_expects(layer):
-    weight, hessian = layer
-    grid = roomy(weight)
-    loss = loss_of(encode(weight, grid), weight, hessian, grid)
-    assert loss == pytest.approx(expected_rtn_loss(grid, hessian), rel=0.1)
-
-
 def test_the_floor_is_the_same_for_every_order_and_below_each_ones_expected_loss(layer):
     weight, hessian = layer
     grid = min_max(weight, SPEC)
@@ -46,6 +42,58 @@ def test_the_floor_is_the_same_for_every_order_and_below_each_ones_expected_loss
     floors = [order_free_floor(grid, factor) for factor in factors]
     assert floors == pytest.approx([floors[0]] * 3)
     assert all(expected_sweep_loss(grid, factor) >= floors[0] for factor in factors)
+
+
+@pytest.mark.parametrize("order", ["natural", "activation"])
+def test_dead_columns_count_for_nothing(order):
+    weight, hessian = random_layer(6, 12, seed=2)
+    dead = torch.tensor([0, 4, 5, 6, 7, 11])
+    live = torch.tensor([column for column in range(12) if column not in dead])
+    hessian[dead] = 0
+    hessian[:, dead] = 0
+    # One scale per row: the same grid whether or not the dead columns are there.
+    spec = GridSpec(bits=4, scale_dtype="float64")
+    grid = min_max(weight, spec)
+    with_them = factorize(hessian, damping=0.01, order=order, group_width=12)
+    without = factorize(hessian[live][:, live], damping=0.01, order=order, group_width=6)
+    for bound in (expected_sweep_loss, order_free_floor):
+        assert bound(grid, with_them) == pytest.approx(bound(grid, without), rel=1e-9)
+
+
+def test_of_the_scales_each_column_takes_its_own_groups():
+    # The definitions literally, with groups that are dead in part and wholly.
+    weight, hessian = random_layer(3, 12, seed=3)
+    dead = [1, 4, 5, 6, 7]
+    hessian[dead] = 0
+    hessian[:, dead] = 0
+    weight[:, 8:] *= 100
+    grid = min_max(weight, GridSpec(bits=4, group_size=4, scale_dtype="float64"))
+    factor = factorize(hessian, damping=0.01, order="activation", group_width=4)
+    live = [column for column in range(12) if column not in dead]
+    expected = floor = 0.0
+    for row in range(3):
+        losses = [grid.scales[row, j // 4].item() ** 2 / 12 * factor.importance[j].item() for j in live]
+        expected += sum(losses)
+        floor += len(live) * math.prod(losses) ** (1 / len(live))
+    assert expected_sweep_loss(grid, factor) == pytest.approx(expected)
+    assert order_free_floor(grid, factor) == pytest.approx(floor)
+
+
+def test_where_all_columns_are_dead_nothing_is_lost():
+    weight, _ = random_layer(2, 4, seed=4)
+    factor = factorize(torch.zeros(4, 4), damping=0.01, order="natural", group_width=4)
+    grid = min_max(weight, GridSpec(bits=4))
+    assert (expected_sweep_loss(grid, factor), order_free_floor(grid, factor)) == (0.0, 0.0)
+
+
+def test_rows_are_looked_at_in_chunks(monkeypatch):
+    weight, hessian = random_layer(7, 16, seed=5)
+    grid = min_max(weight, SPEC)
+    factor = factorize(hessian, damping=0.01, order="natural", group_width=16)
+    whole = order_free_floor(grid, factor)
+    for chunk in (1, 40, 7 * 16):
+        monkeypatch.setattr(bounds, "_CHUNK", chunk)
+        assert order_free_floor(grid, factor) == pytest.approx(whole, rel=1e-12)
 
 
 def test_the_floor_is_the_determinant_bound():

@@ -42,6 +42,27 @@ def test_one_vector_repeated_raises_damping_step_by_step_and_says_so():
     assert torch.isfinite(factor.lower).all()
 
 
+def test_pivots_of_rounding_noise_raise_damping_and_larger_ones_do_not():
+    # A power of four, so that its root is exact. LAPACK itself refuses only what is not positive.
+    columns, largest = 64, 2.0**10
+    noise = torch.finfo(torch.float64).eps * columns * largest
+    for pivot, found in ((noise / 4, (2, 1e-6)), (noise, (2, 1e-6)), (4 * noise, (1, 0.0))):
+        diagonal = torch.full((columns,), largest, dtype=torch.float64)
+        diagonal[5] = pivot
+        factor = factorize(torch.diag(diagonal), damping=0.0, order="natural", group_width=columns)
+        assert (factor.attempts, factor.damping_used) == found
+
+
+def test_a_factor_that_lapack_finds_in_rounding_noise_is_not_taken():
+    # Two inputs that are the same but for the last bit of one product.
+    hessian = torch.ones(2, 2, dtype=torch.float64)
+    hessian[0, 0] += torch.finfo(torch.float64).eps
+    assert int(torch.linalg.cholesky_ex(hessian.flip(0, 1)).info) == 0
+    factor = factorize(hessian, damping=0.0, order="natural", group_width=2)
+    assert factor.attempts > 1
+    assert float(factor.lower.diagonal().min()) > 1e-4
+
+
 def test_damping_that_is_enough_is_not_raised():
     vector = torch.randn(1024, generator=torch.Generator().manual_seed(0)).double()
     factor = factorize(torch.outer(vector, vector), damping=1e-4, order="activation", group_width=1024)
@@ -77,6 +98,20 @@ def test_dead_columns_importance_is_the_mean_of_the_live_ones():
     live = factor.importance[~factor.dead]
     assert factor.importance[factor.dead].tolist() == pytest.approx([live.mean().item()] * 2)
     assert live.mean() < hessian.diagonal()[~factor.dead].mean()
+
+
+@pytest.mark.parametrize("dead", [[], [3], [0, 3, 8]])
+@pytest.mark.parametrize(("tokens", "damping"), [(24, 0.3), (4, 0.0)], ids=["as asked for", "raised"])
+def test_the_hessian_that_was_factored_is_told(dead, tokens, damping):
+    _, hessian = random_layer(1, 12, 2, tokens)
+    hessian[dead] = 0
+    hessian[:, dead] = 0
+    factor = factorize(hessian, damping=damping, order="activation", group_width=12)
+    assert (factor.damping_used > damping) == (damping == 0)
+    told = factor.damp(hessian)
+    torch.testing.assert_close(told, damped(hessian, factor.damping_used), rtol=1e-12, atol=1e-15)
+    squared = factor.lower.T @ factor.lower
+    torch.testing.assert_close(squared, told[factor.order][:, factor.order], rtol=1e-9, atol=1e-12)
 
 
 def test_a_hessian_of_zeros_can_be_factored():

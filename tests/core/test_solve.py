@@ -8,10 +8,13 @@ from tests.problems import ORDERS, layers, loss_of, random_layer, swept
 import hessquant
 from hessquant.config import Config
 from hessquant.core import gptq
+from hessquant.core.bounds import expected_sweep_loss, order_free_floor
 from hessquant.core.factor import factorize
-from hessquant.core.gptq import Kernels
+from hessquant.core.gptq import Kernels, sweep
 from hessquant.core.grid import QuantizedWeight, encode, min_max, scale_factors
 from hessquant.core.objective import loss
+from hessquant.core.obq import damped
+from hessquant.core.refine import descend
 from hessquant.errors import GridError, NonFiniteError
 from hessquant.kernels import twin
 from hessquant.records import GridSpec
@@ -48,21 +51,55 @@ def test_the_reported_losses_are_those_of_the_weights(layer, order):
     assert solution.output_energy == pytest.approx(torch.einsum("ri,ij,rj->", weight, hessian, weight).item())
 
 
-def test_refinement_lowers_the_loss_of_the_sweep():
-    weight, hessian = random_layer(32, 64, seed=2)
-    for symmetric in (True, False):
-        spec = GridSpec(bits=3, symmetric=symmetric, group_size=16)
-        plain, twice = (solved(weight, hessian, spec, Config(refinement_rounds=rounds)) for rounds in (0, 2))
-        assert twice.loss < 0.95 * plain.loss
+@pytest.mark.parametrize("dead", [[], [0, 5, 17]])
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_refinement_descends_on_the_damped_hessian(dead, rounds):
+    # Much damping, so that the two objectives lead apart; a dead column has none but the damped diagonal.
+    weight, hessian = random_layer(16, 32, seed=2)
+    hessian[dead] = 0
+    hessian[:, dead] = 0
+    spec = GridSpec(bits=3, group_size=16)
+    config = Config(damping=0.1, refinement_rounds=rounds)
+    swept = solved(weight, hessian, spec, replace(config, refinement_rounds=0))
+    refined, on_undamped = swept.weight, swept.weight
+    for _ in range(rounds):
+        refined = descend(weight, refined, damped(hessian, 0.1), block_size=128, kernel=twin.sweep_block)
+        undamped = hessian + torch.diag((hessian.diagonal() == 0).double())
+        on_undamped = descend(weight, on_undamped, undamped, block_size=128, kernel=twin.sweep_block)
+    found = solved(weight, hessian, spec, config)
+    assert (swept.fallback_rows, found.fallback_rows) == (0, 0)
+    assert torch.equal(found.weight.codes, refined.codes)
+    assert torch.equal(found.weight.grid.scales, refined.grid.scales)
+    assert not torch.equal(refined.codes, on_undamped.codes)
 
 
-def test_searching_scales_lowers_the_loss():
-    weight, hessian = random_layer(32, 64, seed=2)
-    for symmetric in (True, False):
-        spec = GridSpec(bits=3, symmetric=symmetric, group_size=16)
-        found = solved(weight, hessian, spec, Config(scale_search=True))
-        plain = solved(weight, hessian, spec, Config(scale_search=False))
-        assert found.loss < 0.97 * plain.loss
+@pytest.mark.parametrize("scales", ["static", "dynamic"])
+def test_what_theory_expects_is_told_of_the_grid_that_was_chosen(scales):
+    weight, hessian = random_layer(16, 32, seed=2)
+    spec = GridSpec(bits=4, group_size=8)
+    config = Config(order="group", scales=scales)
+    solution = solved(weight, hessian, spec, config)
+    assert solution.fallback_rows == 0
+    factor = factorize(hessian, damping=config.damping, order=config.order, group_width=8)
+    assert solution.expected_loss == expected_sweep_loss(solution.weight.grid, factor)
+    assert solution.floor == order_free_floor(solution.weight.grid, factor)
+    assert solution.floor < 0.9 * solution.expected_loss
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_scales_are_searched_against_the_squared_diagonal_of_the_factor_or_not_at_all(symmetric):
+    weight, hessian = random_layer(8, 32, seed=2)
+    spec = GridSpec(bits=3, symmetric=symmetric, group_size=16)
+    factor = factorize(hessian, damping=0.01, order="activation", group_width=16)
+    found = twin.search_scales(weight.T.contiguous(), factor.importance, spec, scale_factors(spec))
+    plain = min_max(weight, spec)
+    for search, scales, zeros in ((True, found[0].T, found[1].T), (False, plain.scales, plain.zeros)):
+        solution = solved(weight, hessian, spec, Config(scale_search=search, refinement_rounds=0))
+        assert solution.fallback_rows == 0
+        assert torch.equal(solution.weight.grid.scales, scales)
+        assert torch.equal(solution.weight.grid.zeros, zeros)
+        expected = sweep(weight, factor, solution.weight.grid, block_size=128, kernel=twin.sweep_block)
+        assert torch.equal(solution.weight.codes, expected)
 
 
 def test_a_large_positive_weight_that_meets_most_of_the_energy_is_not_clipped():

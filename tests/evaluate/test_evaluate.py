@@ -82,7 +82,6 @@ def test_perplexity_is_that_of_the_definition(model, windows):
     assert measured.tokens == 4 + 16 + CHUNK + 39 + CHUNK == len(targets)
     assert measured.nll == pytest.approx(nll, rel=1e-12)
     assert measured.perplexity == pytest.approx(math.exp(nll), rel=1e-12)
-    assert measured.nll > 1.05 * math.log(VOCABULARY)  # random weights this wide are confident, and wrong
 
 
 def test_comparison_is_that_of_the_definitions(model, base, windows):

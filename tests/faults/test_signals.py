@@ -146,10 +146,9 @@ COMMANDS = {
 _RANDOM = random.Random(7)
 # So many modules after typer, which is the first large one. There are about 400 for the help, 2500 for the others.
 IMPORTS = [
-    (command, number, _RANDOM.randrange(*((0, 120) if command == "help" else (0, 2000))))
-    for command, count in (("quantize", 3), ("plan", 2), ("evaluate", 1), ("inspect", 2), ("export", 2), ("help", 2))
+    (command, number, _RANDOM.randrange(0, 120 if command == "help" else 2000))
+    for command in COMMANDS
     for number in CODES
-    for _ in range(count)
 ]
 
 

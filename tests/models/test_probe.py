@@ -1,5 +1,4 @@
 import resource
-import time
 from pathlib import Path
 
 import pytest
@@ -88,15 +87,14 @@ def test_returns_tuple_is_what_the_blocks_return(llama_config, tuples):
     assert probe_of(falcon if tuples else llama_config).returns_tuple == (tuples, tuples)
 
 
-def test_seventy_billion_parameters_take_seconds_and_no_memory():
+def test_seventy_billion_parameters_take_no_memory():
     config = LlamaConfig(
         hidden_size=8192, num_hidden_layers=80, intermediate_size=28672, num_attention_heads=64,
         num_key_value_heads=8, vocab_size=128256,
     )  # fmt: skip
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found = probe_of(config)
     assert len(found.products) == 80 * 7 + 1
-    assert time.process_time() - start < 30
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000  # kB; one of its matrices is 900 MB
 
 

@@ -1,5 +1,6 @@
 import re
 from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
 
 import pytest
@@ -123,6 +124,33 @@ def test_a_higher_loss_is_drawn_higher(run_report):
     heights = [float(y) for y in re.findall(r'<circle class="mark" cx="[\d.]+" cy="([\d.]+)"', chart)]
     assert len(heights) == 2
     assert heights[1] < heights[0]
+
+
+def told_bounds(run_report):
+    """A report of one layer: floor 0.2, expected 0.5, loss 0.9 of round-to-nearest's."""
+    layer = replace(run_report.layers[0], rtn_loss=1.0, floor=0.2, expected_loss=0.5, loss=0.9)
+    return replace(run_report, layers=(layer,))
+
+
+def test_the_floor_is_drawn_as_a_tick_the_expected_loss_as_a_ring_and_the_loss_as_a_dot(run_report):
+    chart = to_html(told_bounds(run_report)).split("<svg")[-1]
+    assert "loss 0.900, expected 0.500, floor 0.200 of RTN's" in unescape(chart)
+    tick = re.search(r'<line x1="([\d.]+)" x2="\1" [^>]*stroke-width="2"', chart)
+    span = re.search(r'<line class="span" x1="([\d.]+)" x2="([\d.]+)"', chart)
+    ring = re.search(r'<circle cx="([\d.]+)" [^>]*fill="none"', chart)
+    dot = re.search(r'<circle class="mark" cx="([\d.]+)"', chart)
+    floor, expected, loss = (float(found[1]) for found in (tick, ring, dot))
+    assert (float(span[1]), float(span[2])) == (floor, loss)
+    assert (expected - floor) / (loss - floor) == pytest.approx(3 / 7, abs=0.01)
+    assert floor < expected < loss
+
+
+def test_the_table_has_every_figure_under_its_heading(run_report):
+    table = to_html(told_bounds(run_report)).split('<table class="sortable">')[1].split("</table>")[0]
+    headings = re.findall(r"<button[^>]*>([^<]*)<", table)
+    cells = re.findall(r"<td[^>]*>([^<]*)<", table)
+    told = dict(zip(headings, cells, strict=True))
+    assert (told["error"], told["expected"], told["floor"]) == ("0.900", "0.500", "0.200")
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,13 @@
-import doctest
 from dataclasses import replace
 
 import pytest
 
-from hessquant.report import figures, units
+from hessquant.report import figures
 
 
 @pytest.fixture
 def layers(run_report):
     return run_report.layers
-
-
-@pytest.mark.parametrize("module", [figures, units], ids=lambda module: module.__name__)
-def test_the_documented_examples_hold(module):
-    result = doctest.testmod(module)
-    assert result.attempted
-    assert not result.failed
 
 
 def test_means_are_means_of_the_layers_ratios(layers):

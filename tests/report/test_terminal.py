@@ -89,6 +89,12 @@ def test_a_run_shows_its_key_figures(run_report):
         assert fact in text
 
 
+def test_a_run_tells_the_mean_loss_what_was_expected_and_the_floor(run_report):
+    layer = replace(run_report.layers[0], rtn_loss=1.0, floor=0.2, expected_loss=0.5, loss=0.9)
+    text = shown(render_run(replace(run_report, layers=(layer,)), Path("out")))
+    assert "0.900 of RTN's; 0.500 was expected, no order beats 0.200" in line_with(text, "Mean error")
+
+
 def test_a_run_gives_means_damping_tokens_and_notes_per_kind(run_report):
     text = shown(render_run(run_report, Path("out")))
     layers = [layer for layer in run_report.layers if "o_proj" in layer.name]

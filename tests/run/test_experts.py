@@ -6,8 +6,11 @@ import torch
 from tests.problems import correlated_inputs
 
 from hessquant.config import Config
-from hessquant.core import hessian
+from hessquant.core import gptq, hessian
+from hessquant.core.experts import pooled, shrink
+from hessquant.core.factor import factorize
 from hessquant.core.hessian import HessianStatistics
+from hessquant.kernels.dispatch import kernels_for
 from hessquant.records import GridSpec, Location, Target
 from hessquant.run.degraded import degradations
 from hessquant.run.solve import TargetSolver, matrix_at, put_back
@@ -98,13 +101,19 @@ def test_module_and_number_of_an_expert_are_named_whatever_its_name(name, module
     assert sentence.startswith(f"{module}: no calibration token was routed to {named};")
 
 
-def test_the_hessian_of_an_expert_is_its_own_and_the_pools():
-    # Another expert's tokens change what it is rounded to when it has few of its own, and hardly when it has many.
-    def codes(own, others):
-        solver, _, _ = solved([own, others])
-        return solver.quantized[f"{STEM}.0.down_proj.weight"].codes
-
-    assert (codes(8, 50) != codes(8, 2000)).float().mean() > (codes(4000, 50) != codes(4000, 51)).float().mean()
+def test_an_expert_is_solved_with_its_own_hessian_and_the_pools():
+    tokens, config = [8, 0, 50], Config()
+    solver, _, stack = solved(tokens, config)
+    first, last = (statistics_of(correlated_inputs(tokens[number], 32, number).float()) for number in (0, 2))
+    pool = pooled([first, last], 32)
+    for number, own in enumerate((first, None, last)):
+        mean, _ = shrink(own, pool)
+        factor = factorize(mean, damping=0.01, order=config.order, group_width=32, dtype=torch.float32)
+        kernels = kernels_for(stack.device, stack[number].numel())
+        expected = gptq.solve(stack[number], mean, factor, GridSpec(4), config, kernels).weight
+        found = solver.quantized[f"{STEM}.{number}.down_proj.weight"]
+        assert torch.equal(found.codes, expected.codes)
+        assert torch.equal(found.grid.scales, expected.grid.scales)
 
 
 def test_rows_in_several_places_are_gathered_and_put_back():

@@ -1,14 +1,16 @@
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 from tests.problems import correlated_inputs
 
 from hessquant.config import Config
-from hessquant.core import hessian
+from hessquant.core import gptq, hessian
+from hessquant.core.factor import factorize
 from hessquant.core.gptq import Kernels
 from hessquant.core.grid import encode, min_max
 from hessquant.core.hessian import HessianStatistics
+from hessquant.core.rank import effective_rank
 from hessquant.errors import NonFiniteError
 from hessquant.kernels import twin
 from hessquant.records import GridSpec, Location, Target
@@ -87,6 +89,39 @@ def test_one_vector_repeated_ends_finite_and_reports_the_damping_it_took():
 def test_a_well_posed_layer_is_not_called_degraded():
     solver = solve({"w": torch.randn(8, 16)}, [target("w", 8, 16)], correlated_inputs(64, 16, 3).float())
     assert degradations(solver.records) == ()
+
+
+def test_a_record_tells_what_was_solved():
+    inputs, weight = correlated_inputs(64, 16, 3).float(), torch.randn(8, 16)
+    config = Config(damping=0.02)
+    record = solve({"w": weight.clone()}, [target("w", 8, 16, group_size=8)], inputs, config).records[0]
+    mean = hessian.hessian(statistics_of(inputs))
+    factor = factorize(mean, damping=0.02, order=config.order, group_width=8, dtype=torch.float32)
+    spec = GridSpec(4, 8)
+    solution = gptq.solve(weight, mean, factor, spec, config, Kernels(twin.sweep_block, twin.search_scales))
+    told = {name: getattr(record, name) for name in asdict(record)}
+    for name in ("loss", "rtn_loss", "output_energy", "expected_loss", "floor", "fallback_rows"):
+        assert told.pop(name) == getattr(solution, name), name
+    assert len({solution.loss, solution.rtn_loss, solution.output_energy, solution.expected_loss, solution.floor}) == 5
+    del told["seconds"]
+    assert told == {
+        "name": "w",
+        "rows": 8,
+        "columns": 16,
+        "bits": 4,
+        "group_size": 8,
+        "tokens": 64,
+        "shares_hessian_with": "w",
+        "pooled_share": 0.0,
+        "method": "gptq",
+        "damping": 0.02,
+        "damping_used": 0.02,
+        "factorizations": 1,
+        "dead_columns": 0,
+        "zero_groups": 0,
+        "tiny_groups": 0,
+        "effective_rank": effective_rank(factor, mean),
+    }
 
 
 def test_dead_inputs_are_counted():

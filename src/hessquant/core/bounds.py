@@ -6,7 +6,6 @@ clamping ignored.
 """
 
 import torch
-from torch import Tensor
 
 from hessquant.core.factor import Factor
 from hessquant.core.grid import Grid
@@ -15,22 +14,11 @@ _CHUNK = 1 << 20
 """Weights whose scales are looked at one by one at a time."""
 
 
-def _step_energy(grid: Grid, columns: int) -> Tensor:
-    """Per column, s_{r, g(j)}^2 / 12 summed over rows, [columns], float64."""
-    per_group = (grid.scales.double() ** 2).sum(0) / 12
-    return per_group.repeat_interleave(grid.spec.width(columns))
-
-
-def expected_rtn_loss(grid: Grid, hessian: Tensor) -> float:
-    """Expected loss of rounding to nearest: sum_j s_j^2 / 12 * H_jj."""
-    diagonal = hessian.diagonal().double()
-    return float((_step_energy(grid, len(diagonal)) * diagonal).sum())
-
-
 def expected_sweep_loss(grid: Grid, factor: Factor) -> float:
     """Expected loss of the sweep: sum_j s_j^2 / 12 * M_jj^2 (Babai's nearest plane, arXiv 2507.18553)."""
     live = ~factor.dead
-    return float((_step_energy(grid, len(live)) * factor.importance)[live].sum())
+    per_group = (grid.scales.double() ** 2).sum(0) / 12
+    return float((per_group.repeat_interleave(grid.spec.width(len(live))) * factor.importance)[live].sum())
 
 
 def order_free_floor(grid: Grid, factor: Factor) -> float:

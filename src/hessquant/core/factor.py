@@ -48,7 +48,7 @@ class Factor:
         diagonal = hessian.diagonal()
         live_mean = diagonal[~self.dead].mean() if not bool(self.dead.all()) else diagonal.new_ones(())
         damped = hessian.clone()
-        damped.diagonal().add_(live_mean * (self.damping_used + self.dead))
+        damped.diagonal().add_(live_mean * (self.damping_used + self.dead.to(diagonal.dtype)))
         return damped
 
     @property

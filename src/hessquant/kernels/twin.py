@@ -31,13 +31,12 @@ def sweep_block(
     total = carried.clone()
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     errors = torch.empty_like(weight)
+    scales, zeros, inverses = scales[group], zeros[group], 1 / lower.diagonal()
     for j in range(len(weight)):
-        scale, zero = scales[group[j]], zeros[group[j]]
-        inverse = 1 / lower[j, j]
-        target = weight[j] + total[j] * inverse
-        code = (torch.round(target / scale) + zero).clamp(0, top)
-        codes[j] = code.to(torch.uint8)
-        errors[j] = weight[j] - scale * (code - zero)
+        target = weight[j] + total[j] * inverses[j]
+        code = (torch.round(target / scales[j]) + zeros[j]).clamp(0, top)
+        codes[j] = code
+        errors[j] = weight[j] - scales[j] * (code - zeros[j])
         total[j + 1 :] += lower[j + 1 :, j, None] * errors[j]
     return codes, errors
 
@@ -67,12 +66,12 @@ def search_scales(
     best_scales, best_zeros = affine(low, high, spec)
     for factor in factors:
         scales, zeros = affine(low * factor, high * factor, spec)
-        scale, zero = scales.to(weight.dtype), zeros.to(weight.dtype)
+        scale, zero = scales.to(weight.dtype).unsqueeze(1), zeros.to(weight.dtype).unsqueeze(1)
+        code = (torch.round(members / scale) + zero).clamp(0, spec.top)
+        error = members - scale * (code - zero)
         loss = torch.zeros_like(low)
-        for j in range(width):
-            code = (torch.round(members[:, j] / scale) + zero).clamp(0, spec.top)
-            error = members[:, j] - scale * (code - zero)
-            loss = loss + importance[:, j] * (error * error)
+        for term in (importance * (error * error)).unbind(1):
+            loss += term
         better = loss < best_loss
         best_loss = torch.where(better, loss, best_loss)
         best_scales = torch.where(better, scales, best_scales)
