@@ -7,7 +7,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from hessquant.checkpoint import shards, writer
+from hessquant.checkpoint import output, shards
 from hessquant.checkpoint.header import DTYPE_BYTES
 from hessquant.checkpoint.output import RUN_MARK, refuse_output
 from hessquant.checkpoint.reader import CheckpointReader
@@ -170,7 +170,7 @@ def test_the_same_input_gives_the_same_bytes(case, tmp_path):
 
 def test_config_comes_last_and_the_index_just_before(case, monkeypatch):
     order = []
-    for module in (writer, shards):
+    for module in (output, shards):
         original = module.replacing
         monkeypatch.setattr(
             module, "replacing", lambda path, original=original: order.append(path.name) or original(path)
