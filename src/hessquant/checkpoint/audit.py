@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import Tensor
 
+from hessquant.checkpoint.header import raw_bytes
 from hessquant.checkpoint.reader import CheckpointReader
-from hessquant.checkpoint.shards import raw_bytes
 from hessquant.config import Config
 from hessquant.core.grid import affine, scale_factors
 from hessquant.core.hessian import first_non_finite

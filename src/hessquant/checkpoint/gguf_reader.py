@@ -9,9 +9,8 @@ from gguf import GGMLQuantizationType, GGUFReader, Keys, ReaderTensor
 from torch import Tensor
 
 from hessquant.checkpoint.gguf_contents import Entry, contents_of
-from hessquant.checkpoint.header import DTYPES
+from hessquant.checkpoint.header import DTYPES, raw_bytes
 from hessquant.checkpoint.output import QuantizedModel
-from hessquant.checkpoint.shards import raw_bytes
 from hessquant.checkpoint.verify import check_inventory
 from hessquant.errors import CheckpointError, SourceError, VerificationError
 from hessquant.formats.gguf_blocks import BLOCK_TYPES, unpack

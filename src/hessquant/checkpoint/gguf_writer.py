@@ -14,15 +14,15 @@ from torch import Tensor
 from hessquant.checkpoint.gguf_contents import Entry, contents_of, file_type
 from hessquant.checkpoint.gguf_reader import verify_gguf
 from hessquant.checkpoint.gguf_tokenizer import Tokenizer, read_tokenizer
+from hessquant.checkpoint.header import raw_bytes
 from hessquant.checkpoint.output import GGUF_FILE, QuantizedModel, writing
 from hessquant.checkpoint.reader import TensorSource
-from hessquant.checkpoint.shards import raw_bytes
 from hessquant.core.grid import Grid, QuantizedWeight
 from hessquant.errors import CheckpointError, PlanError, SourceError
 from hessquant.files import fsync_directory, replacing
 from hessquant.formats.gguf_blocks import BLOCK_TYPES, pack
 from hessquant.formats.gguf_models import family_of, row_order
-from hessquant.formats.gguf_settings import Value, model_settings, rope_factors, shape_of
+from hessquant.formats.gguf_settings import model_settings, rope_factors, shape_of
 from hessquant.records import Plan
 
 VERSION_KEY = "hessquant.version"
@@ -123,7 +123,9 @@ def _header(entries: list[Entry], model: QuantizedModel) -> bytes:
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_string(VERSION_KEY, model.version)
     for key, value in model_settings(config).items():
-        _add(writer, key, value)
+        # By itself the package would make a count a signed number.
+        kind = gguf.GGUFValueType.UINT32 if type(value) is int else gguf.GGUFValueType.get_type(value)
+        writer.add_key_value(key, value, kind)
     add_tokenizer(writer, read_tokenizer(model.source.directory, shape_of(config).vocabulary))
     for entry in entries:
         # The dtype is not looked at when the kind is given; it only says that the shape is not one of bytes.
@@ -141,18 +143,6 @@ def _title(plan: Plan) -> str:
     """The model's name without any folder it lies in."""
     last = re.split(r"[\\/]", plan.source.rstrip("\\/"))[-1]
     return last.removesuffix(".gguf") or plan.architecture
-
-
-def _add(writer: gguf.GGUFWriter, key: str, value: Value) -> None:
-    match value:
-        case bool():
-            writer.add_bool(key, value)
-        case int():
-            writer.add_uint32(key, value)
-        case float():
-            writer.add_float32(key, value)
-        case str():
-            writer.add_string(key, value)
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
 from hessquant.errors import SourceError
 from hessquant.records import TensorInfo
@@ -103,6 +104,11 @@ def size_of(dtype: str, shape: Iterable[int]) -> int:
     for count in shape:
         size = min(size * count, _TOO_LARGE)
     return size
+
+
+def raw_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, uint8 [count]."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _parsed(content: bytes, make_object: Callable[[list[tuple[str, Any]]], Any] = dict) -> Any:

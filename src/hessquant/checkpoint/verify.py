@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from hessquant.checkpoint.header import read_json
+from hessquant.checkpoint.header import raw_bytes, read_json
 from hessquant.checkpoint.output import QuantizedModel
 from hessquant.checkpoint.reader import CheckpointReader
-from hessquant.checkpoint.shards import raw_bytes
 from hessquant.checkpoint.sidecars import QUANTIZATION_FILE
 from hessquant.checkpoint.unpacked import UnpackedCheckpoint, quantization_of
 from hessquant.errors import CheckpointError, SourceError, VerificationError

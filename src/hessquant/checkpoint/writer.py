@@ -1,22 +1,78 @@
 """Writing a quantized checkpoint of safetensors files: shards one at a time, then everything else, config.json last."""
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from torch import Tensor
 
-from hessquant.checkpoint.header import size_of
+from hessquant.checkpoint.header import DTYPE_BYTES, raw_bytes, size_of
 from hessquant.checkpoint.output import QuantizedModel, json_text, write_text, writing
-from hessquant.checkpoint.reader import CONFIG_FILE, INDEX_FILE, TensorSource
-from hessquant.checkpoint.shards import Unit, plan_shards, write_shard
+from hessquant.checkpoint.reader import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, TensorSource
 from hessquant.checkpoint.sidecars import QUANTIZATION_FILE, copy_sidecars
 from hessquant.checkpoint.verify import verify
 from hessquant.errors import CheckpointError
+from hessquant.files import replacing
 from hessquant.formats.described import description_of
 from hessquant.formats.dialect import Dialect, module_of
 from hessquant.formats.dialects import DIALECTS
 from hessquant.records import Plan, TensorInfo
+
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Tensors that are made together and lie side by side: one untouched tensor, or the parts of one weight.
+
+    Attributes:
+        source: Name of the source tensor they come from.
+        tensors: What will be written; their `file` is not decided yet.
+    """
+
+    source: str
+    tensors: tuple[TensorInfo, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Size on disk."""
+        return sum(info.bytes for info in self.tensors)
+
+
+def plan_shards(units: Iterable[Unit], shard_bytes: int) -> dict[str, list[Unit]]:
+    """Divide units among files of at most `shard_bytes` (more only for a unit larger than that), in order."""
+    shards: list[list[Unit]] = [[]]
+    filled = 0
+    for unit in units:
+        if shards[-1] and filled + unit.bytes > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(unit)
+        filled += unit.bytes
+    if len(shards) == 1:
+        return {SINGLE_FILE: shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, start=1)}
+
+
+def write_shard(path: Path, units: Sequence[Unit], make: Callable[[Unit], Mapping[str, Tensor]]) -> None:
+    """Write one safetensors file; `make` gives a unit's tensors when their turn has come.
+
+    safetensors' own `save_file` wants every tensor of a file at once; a shard's layout is known beforehand, so its
+    header can be written first and its tensors one after another.
+
+    Raises:
+        CheckpointError: If `make` gives something else than was planned.
+    """
+    # Wide dtypes first: then every tensor starts at a multiple of its element size.
+    ordered = sorted(units, key=lambda unit: -max(DTYPE_BYTES[info.dtype] for info in unit.tensors))
+    with replacing(path) as stream:
+        stream.write(_header([info for unit in ordered for info in unit.tensors]))
+        for unit in ordered:
+            tensors = make(unit)
+            for info in unit.tensors:
+                _write_tensor(stream, info, tensors[info.name])
 
 
 class SafetensorsDraft:
@@ -111,3 +167,27 @@ def _index(shards: Mapping[str, list[Unit]]) -> dict[str, Any]:
     weight_map = {info.name: file for file, units in shards.items() for unit in units for info in unit.tensors}
     total = sum(unit.bytes for units in shards.values() for unit in units)
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+
+
+def _header(infos: Iterable[TensorInfo]) -> bytes:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for info in infos:
+        header[info.name] = {
+            "dtype": info.dtype,
+            "shape": list(info.shape),
+            "data_offsets": [offset, offset + info.bytes],
+        }
+        offset += info.bytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_tensor(stream: BinaryIO, info: TensorInfo, tensor: Tensor) -> None:
+    content = raw_bytes(tensor)
+    if tuple(tensor.shape) != info.shape or content.numel() != info.bytes:
+        raise CheckpointError(
+            f"{info.name}: planned as {info.dtype} {list(info.shape)}, but got {tensor.dtype} {list(tensor.shape)}"
+        )
+    stream.write(content.numpy().data)
