@@ -83,7 +83,7 @@ def test_a_file_that_does_not_verify_never_gets_its_name(source, tmp_path, monke
         raise VerificationError("differs")
 
     with monkeypatch.context() as patch:
-        patch.setattr("hessquant.pipeline.publishing.verify_gguf", refuse)
+        patch.setattr("hessquant.checkpoint.gguf_writer.verify_gguf", refuse)
         with pytest.raises(VerificationError):
             quantize(source, tmp_path / "out", format="gguf")
     assert not list((tmp_path / "out").glob("*.gguf"))

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PhiConfi
 
 import hessquant
 from hessquant.calibration.prelude import record_arguments
-from hessquant.checkpoint.decode import decoded_state
 from hessquant.checkpoint.reader import CheckpointReader
+from hessquant.checkpoint.unpacked import decoded_state
 from hessquant.errors import CalibrationError, NonFiniteError, OutputError, ServeError, SourceError, VerificationError
 from hessquant.models.probe import probe
 from hessquant.models.source import resolve
@@ -230,16 +230,16 @@ def test_an_output_that_is_not_empty_is_refused_before_any_work(llama, tmp_path)
 @pytest.mark.parametrize(
     ("step", "raised", "seen"),
     [
-        ("publishing.verify", VerificationError("x: differs"), VerificationError),
-        ("publishing.verify", MemoryError(), MemoryError),
-        ("publishing.to_html", KeyboardInterrupt(), KeyboardInterrupt),
+        ("pipeline.publishing.SafetensorsDraft.verify", VerificationError("x: differs"), VerificationError),
+        ("pipeline.publishing.SafetensorsDraft.verify", MemoryError(), MemoryError),
+        ("pipeline.publishing.to_html", KeyboardInterrupt(), KeyboardInterrupt),
     ],
 )
 def test_whatever_fails_after_writing_the_checkpoint_is_withdrawn(step, raised, seen, llama, tmp_path, monkeypatch):
     def fail(*_):
         raise raised
 
-    monkeypatch.setattr(f"hessquant.pipeline.{step}", fail)
+    monkeypatch.setattr(f"hessquant.{step}", fail)
     with pytest.raises(seen):
         hessquant.quantize(llama, tmp_path / "out", hessquant.Config(group_size=32), calibration=[tokens()])
     assert not (tmp_path / "out" / "config.json").exists()

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hessquant.checkpoint.decode import decoded_state, quantization_of
 from hessquant.checkpoint.reader import CheckpointReader
+from hessquant.checkpoint.unpacked import decoded_state, quantization_of
 from hessquant.formats.dialects import dialect_of
 from hessquant.models.load import build
 from hessquant.models.source import resolve

@@ -11,9 +11,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hessquant.checkpoint.gguf_verify import verify_gguf
-from hessquant.checkpoint.gguf_writer import write_gguf
+from hessquant.checkpoint.gguf_reader import verify_gguf
+from hessquant.checkpoint.gguf_writer import GgufDraft
+from hessquant.checkpoint.output import QuantizedModel
 from hessquant.checkpoint.reader import CheckpointReader
+from hessquant.config import Config
 from hessquant.core.grid import QuantizedWeight
 from hessquant.records import GridSpec, Plan
 
@@ -190,11 +192,17 @@ class GgufCase:
 
     def write(self):
         with CheckpointReader(self.source) as source:
-            return write_gguf(self.out, source, self.source, self.plan, self.quantized, "0.1.0")
+            draft = GgufDraft(self.out.parent, self._model(source))
+            draft.write()
+        draft.path.replace(self.out)
 
     def verify(self):
         with CheckpointReader(self.source) as source:
-            return verify_gguf(self.out, source, self.plan, self.quantized)
+            return verify_gguf(self.out, self._model(source))
+
+    def _model(self, source):
+        output = Config(format="gguf")
+        return QuantizedModel(source, self.plan, self.quantized, output, output, (), "0.1.0")
 
 
 def make_gguf_case(source, out, bits=4, symmetric=True, group_size=32, skip=()):

@@ -4,9 +4,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hessquant.checkpoint.decode import decoded_state, quantization_of
 from hessquant.checkpoint.inspect import inspect_checkpoint
 from hessquant.checkpoint.reader import CheckpointReader
+from hessquant.checkpoint.unpacked import decoded_state, quantization_of
 from hessquant.core.grid import Grid, QuantizedWeight
 from hessquant.errors import SourceError, VerificationError
 from hessquant.formats import gptq

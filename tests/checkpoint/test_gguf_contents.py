@@ -1,11 +1,13 @@
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from gguf import LlamaFileType
 from tests.checkpoint import gguf_cases as cases
 
-from hessquant.checkpoint.gguf_contents import contents_of, file_type, gguf_fault
+from hessquant.checkpoint.gguf_contents import contents_of, file_type
+from hessquant.checkpoint.gguf_writer import GgufDraft
 from hessquant.errors import PlanError
 from hessquant.records import GridSpec, Untouched
 
@@ -35,6 +37,10 @@ def plan(source, tmp_path):
     return cases.make_gguf_case(source, tmp_path / "m.gguf").plan
 
 
+def fault_of(config, directory, plan):
+    return GgufDraft.fault(SimpleNamespace(config=config, directory=directory), plan)
+
+
 def change_target(plan, which, **changes):
     targets = tuple(replace(target, **changes) if target.name == which else target for target in plan.targets)
     return replace(plan, targets=targets)
@@ -46,8 +52,7 @@ def change_untouched(plan, which, **changes):
 
 
 def test_a_model_with_a_form_has_no_fault(config, source, plan):
-    assert gguf_fault(config, source) is None
-    assert gguf_fault(config, source, plan) is None
+    assert fault_of(config, source, plan) is None
 
 
 def test_blocks_follow_each_other(config, plan):
@@ -79,14 +84,14 @@ def test_factors_of_the_rotary_embedding_are_a_tensor(config, source, plan):
         ({"vocab_size": 5}, "a token of id"),
     ],
 )
-def test_a_config_without_a_form_is_told_before_any_work(config, source, changes, complaint):
-    assert complaint in gguf_fault({**config, **changes}, source)
+def test_a_config_without_a_form_is_told_before_any_work(config, source, plan, changes, complaint):
+    assert complaint in fault_of({**config, **changes}, source, plan)
 
 
-def test_a_tokenizer_without_a_form_is_told_before_any_work(config, tmp_path, tokenizer):
-    assert "neither tokenizer.json" in gguf_fault(config, tmp_path)
+def test_a_tokenizer_without_a_form_is_told_before_any_work(config, plan, tmp_path, tokenizer):
+    assert "neither tokenizer.json" in fault_of(config, tmp_path, plan)
     (tmp_path / "tokenizer.json").write_text(json.dumps({**tokenizer, "pre_tokenizer": {"type": "Whitespace"}}))
-    assert "Whitespace" in gguf_fault(config, tmp_path)
+    assert "Whitespace" in fault_of(config, tmp_path, plan)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +107,7 @@ def test_a_tokenizer_without_a_form_is_told_before_any_work(config, tmp_path, to
     ],
 )
 def test_a_plan_without_a_form_is_told_before_any_work(config, source, plan, change, complaint):
-    assert complaint in gguf_fault(config, source, change(plan))
+    assert complaint in fault_of(config, source, change(plan))
     with pytest.raises(PlanError):
         contents_of(config, change(plan))
 

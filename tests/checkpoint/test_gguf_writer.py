@@ -79,8 +79,7 @@ def test_transformers_reads_the_same_model(make_case, model_type):
 @pytest.mark.parametrize("model_type", cases.MODELS)
 def test_a_written_file_verifies(make_case, model_type):
     case = make_case(model_type)
-    size = case.write()
-    assert case.out.stat().st_size == size
+    case.write()
     assert case.verify() == len(case.plan.targets)
     assert [path.name for path in case.out.parent.iterdir()] == [case.out.name]
 

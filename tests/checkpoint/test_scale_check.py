@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hessquant.checkpoint.ranges import ScaleCheck
+from hessquant.checkpoint.audit import ScaleCheck
 from hessquant.config import Config
 from hessquant.errors import GridError, SourceError
 from hessquant.kernels.dispatch import solve

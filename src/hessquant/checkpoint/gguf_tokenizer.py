@@ -78,14 +78,14 @@ def _read_vocabulary(directory: Path, size: int) -> Vocabulary:
         return read_vocabulary(tokenizer, size, _read_pieces(pieces_file).pieces if joined else None)
     if not pieces_file.is_file():
         raise SourceError(f"{directory} holds neither {TOKENIZER_FILE} nor {PIECES_FILE}, which a GGUF file needs")
-    found, said = _read_pieces(pieces_file), _read_optional(directory / _CONFIG_FILE)
+    model, said = _read_pieces(pieces_file), _read_optional(directory / _CONFIG_FILE)
     added = [Added(int(number), str(text), False) for text, number in _read_optional(directory / _ADDED_FILE).items()]
     added += [
         Added(int(number), str(token["content"]), bool(token.get("special")))
         for number, token in said.get("added_tokens_decoder", {}).items()
     ]
     prefix = said.get("add_prefix_space")
-    return read_pieces(found.pieces, added, size, found.space_prefix if prefix is None else bool(prefix))
+    return read_pieces(model.pieces, added, size, model.space_prefix if prefix is None else bool(prefix))
 
 
 def _read_pieces(path: Path) -> Pieces:

@@ -1,24 +1,22 @@
 """Measuring a model: text -> windows -> model -> numbers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hessquant.calibration.windows import evaluation_windows
-from hessquant.checkpoint.decode import decoded_state, quantization_of
 from hessquant.checkpoint.reader import CheckpointReader
-from hessquant.checkpoint.unpacked import UnpackedCheckpoint
+from hessquant.checkpoint.stacks import restacked
+from hessquant.checkpoint.unpacked import UnpackedCheckpoint, decoded_state, quantization_of
 from hessquant.errors import SourceError
 from hessquant.evaluation.measuring import evaluate_model
 from hessquant.models.context import context_of
 from hessquant.models.context import window_length as window_length_of
 from hessquant.models.library import predicts_next_token
 from hessquant.models.load import build
-from hessquant.models.probe import Probe, probe
-from hessquant.models.recorder import ProbedProduct
+from hessquant.models.probe import probe
 from hessquant.models.source import ModelSource, resolve
 from hessquant.pipeline.windows import refuse_unfit_windows, refuse_window_length
 from hessquant.records import Evaluation, Progress
@@ -100,31 +98,6 @@ def load_model(source: ModelSource, inputs: Mapping[str, Tensor] | None = None) 
             names = UnpackedCheckpoint(reader).tensors
             seen = probe(source, names, inputs=inputs)
             transposed = {product.name for product in seen.products if product.transposed}
-            state = _restacked(decoded_state(reader, transposed=transposed), seen)
+            apart = decoded_state(reader, transposed=transposed)
+            state = restacked(apart, seen.products, lambda stack: stack.joined(apart))
     return build(source, state)
-
-
-def _restacked(state: Mapping[str, Tensor], seen: Probe) -> dict[str, Tensor]:
-    """The state with matrices that were taken apart from one tensor of the source put together again."""
-    stacks: dict[str, dict[int, list[ProbedProduct]]] = {}
-    for product in seen.products:
-        if product.part_of and product.name in state:
-            stacks.setdefault(product.part_of, {}).setdefault(product.locations[0].piece, []).append(product)
-    apart = {product.name for pieces in stacks.values() for members in pieces.values() for product in members}
-    put_together = {
-        name: torch.stack([_one_matrix(state, members) for _, members in sorted(pieces.items())])
-        for name, pieces in stacks.items()
-    }
-    return {name: tensor for name, tensor in state.items() if name not in apart} | put_together
-
-
-def _one_matrix(state: Mapping[str, Tensor], members: Sequence[ProbedProduct]) -> Tensor:
-    """The matrix of one expert as the source holds it, of those that have its rows."""
-    if len(members) == 1:
-        return state[members[0].name]
-    upright = torch.empty(sum(product.rows for product in members), members[0].columns)
-    for product in members:
-        first, step = product.part_rows
-        own = state[product.name].T if product.transposed else state[product.name]
-        upright[first::step][: product.rows].copy_(own)
-    return upright.T.contiguous() if members[0].transposed else upright

@@ -12,9 +12,8 @@ import torch
 import transformers
 
 from hessquant import __version__
-from hessquant.checkpoint.audit import audit
-from hessquant.checkpoint.output import RUN_MARK, holding, refuse_output
-from hessquant.checkpoint.ranges import ScaleCheck
+from hessquant.checkpoint.audit import ScaleCheck, audit
+from hessquant.checkpoint.output import RUN_MARK, QuantizedModel, holding, refuse_output
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.sidecars import refuse_sidecars
 from hessquant.config import Config
@@ -84,7 +83,7 @@ def quantize(
         inputs = Calibration(source, calibration, config)
         inputs.check()
         plan = planning.make_plan(source, reader.tensors, config, inputs=inputs.sample)
-        refuse_form(config, reader, source.directory, plan)
+        refuse_form(config.format, reader, plan)
         config = replace(config, window_length=plan.window_length)  # so that the default is the same run as its value
         if on_plan is not None:
             on_plan(plan)
@@ -108,18 +107,9 @@ def quantize(
             needed = _bytes_to_write(plan) - held_bytes(out) - held_bytes(store.directory)
             refuse_output(out, run, needed + min(held_bytes(out), config.shard_bytes))
             outcome = quantize_blocks(streamed, plan, batches, config, store, progress)
-            quantized = store.weights(plan.targets)
-            written = write_verified(
-                out,
-                reader,
-                source.directory,
-                plan,
-                quantized,
-                config,
-                solved_with=config,
-                run=run,
-                progress=progress,
-            )
+            weights = store.weights(plan.targets)
+            result = QuantizedModel(reader, plan, weights, config, config, REPORTS, __version__)
+            written = write_verified(out, result, run, progress)
             report = _report(run, plan, config, calibrated, outcome, written.verified, clocks)
             written.complete(report)
     return report
