@@ -29,8 +29,8 @@ import hessquant
 from hessquant.checkpoint.decode import decode_module, quantization_of
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.errors import HessquantError
-from hessquant.formats.dialect import module_of
-from hessquant.formats.dialects import dialect_of
+from hessquant.formats import dialect_of
+from hessquant.formats.names import module_of
 from hessquant.models.library import run_model
 from hessquant.models.source import resolve
 from hessquant.pipeline.evaluating import load_model

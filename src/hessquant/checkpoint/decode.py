@@ -7,8 +7,9 @@ from torch import Tensor
 
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.errors import CheckpointError, SourceError
-from hessquant.formats.dialect import Dialect, Layout, Settings
-from hessquant.formats.dialects import DIALECTS, dialect_of
+from hessquant.formats import DIALECTS, dialect_of
+from hessquant.formats.dialect import Dialect, Layout
+from hessquant.formats.readings import Settings
 from hessquant.records import GridSpec, TensorInfo
 
 

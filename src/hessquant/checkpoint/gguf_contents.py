@@ -112,12 +112,11 @@ def _quantized(plan: Plan, places: Mapping[str, Place]) -> Iterator[Entry]:
             raise PlanError(f"{target.name}: llama.cpp takes the embedding in its place; exclude it")
         if target.transposed:
             raise PlanError(f"{target.name}: weights that are stored transposed have no GGUF form here; exclude it")
-        stated = target.grid
-        fault = target_fault(target.rows, target.columns, stated)
+        fault = target_fault(target.rows, target.columns, target.grid)
         if fault:
             raise PlanError(f"{target.name}: {fault}")
-        size = packed_bytes(target.rows, target.columns, stated)
-        kind = block_type(stated).kind
+        size = packed_bytes(target.rows, target.columns, target.grid)
+        kind = block_type(target.grid)
         yield Entry(target.name, places[target.name], kind, (target.rows, target.columns), size)
 
 

@@ -24,7 +24,7 @@ def inspect_gguf(file: Path) -> Inspection:
         if kind not in BLOCK_TYPES or len(shape) != 2:
             untouched.append(TensorInfo(tensor.name, shape, kind.name, int(tensor.n_bytes), file.name))
             continue
-        grid = GridSpec(BLOCK_TYPES[kind].bits, BLOCK)
+        grid = GridSpec(BLOCK_TYPES[kind], BLOCK)
         weights.append(InspectedWeight(tensor.name, *shape, grid, int(tensor.n_bytes)))
         faults.extend(_faults(tensor))
     count = sum(weight.rows * weight.columns for weight in weights)

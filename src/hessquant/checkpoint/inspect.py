@@ -11,8 +11,9 @@ from hessquant.checkpoint.decode import layout_in, parts_in, quantization_of
 from hessquant.checkpoint.header import read_json
 from hessquant.checkpoint.reader import CONFIG_FILE, ShardFiles, take_inventory
 from hessquant.errors import SourceError
-from hessquant.formats.dialect import Dialect, Settings
-from hessquant.formats.dialects import DIALECTS, dialect_of
+from hessquant.formats import DIALECTS, dialect_of
+from hessquant.formats.dialect import Dialect
+from hessquant.formats.readings import Settings
 from hessquant.models.source import ModelSource
 from hessquant.records import GridSpec, InspectedWeight, Inspection, TensorInfo
 

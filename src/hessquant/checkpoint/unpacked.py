@@ -9,8 +9,10 @@ from hessquant.checkpoint.decode import layout_in, parts_in, quantization_of, re
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError, SourceError
-from hessquant.formats.dialect import Dialect, PackedWeight, Settings, module_of
-from hessquant.formats.dialects import dialect_of
+from hessquant.formats import dialect_of
+from hessquant.formats.dialect import Dialect, PackedWeight
+from hessquant.formats.names import module_of
+from hessquant.formats.readings import Settings
 from hessquant.records import TensorInfo
 
 _STANDS_FOR = "F16"

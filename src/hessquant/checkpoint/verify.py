@@ -14,10 +14,9 @@ from hessquant.checkpoint.sidecars import QUANTIZATION_FILE
 from hessquant.checkpoint.writer import model_config, not_written
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError, SourceError, VerificationError
+from hessquant.formats import dialect_of
 from hessquant.formats.described import description_of
-from hessquant.formats.dialect import module_of
-from hessquant.formats.dialects import dialect_of
-from hessquant.formats.judge import misread
+from hessquant.formats.names import module_of
 from hessquant.records import Plan
 
 
@@ -84,7 +83,7 @@ def _check_config(out: Path, written: CheckpointReader, source: TensorSource, pl
 def _check_words(written: CheckpointReader, plan: Plan) -> None:
     """That clients take every module for what it is, by what the config says."""
     described = quantization_of(written.config) or {}
-    fault = next(misread(description_of(plan), dialect_of(described).read_settings(described)), None)
+    fault = dialect_of(described).read_settings(described).misread(description_of(plan))
     if fault is not None:
         raise VerificationError(f"the written config would be misread: {fault}")
 

@@ -18,9 +18,10 @@ from hessquant.config import Config
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError
 from hessquant.files import fsync_directory, replacing
+from hessquant.formats import DIALECTS
 from hessquant.formats.described import description_of
-from hessquant.formats.dialect import Dialect, module_of
-from hessquant.formats.dialects import DIALECTS
+from hessquant.formats.dialect import Dialect
+from hessquant.formats.names import module_of
 from hessquant.records import Plan, Target, TensorInfo
 
 GGUF_FILE = "model.gguf"

@@ -6,17 +6,17 @@ from typing import Any
 
 from hessquant.config import Config
 from hessquant.errors import SourceError
-from hessquant.formats.compressed_tensors import BITS, VARIANT
-from hessquant.formats.described import Description
-from hessquant.formats.dialect import LARGEST_GROUP, Reading, Settings, Stated, common_settings, compiled, head_of
+from hessquant.formats.described import Description, Stated, common_settings
+from hessquant.formats.names import HEAD
+from hessquant.formats.readings import LARGEST_GROUP, Reading, Settings, compiled
 from hessquant.records import GridSpec
 
-_METHOD = "compressed-tensors"
-_HEAD = "lm_head"
+VARIANT = "pack-quantized"
+WIDTHS = (4, 8)
 
 
 def describe(description: Description, config: Config | None, variant: str, version: str) -> dict[str, Any]:
-    """Describe exactly what a checkpoint written after a plan holds.
+    """The `quantization_config` of exactly what a checkpoint written after a plan holds (`Dialect.describe`).
 
     The settings of most modules are those of the class Linear; modules with others are a group of their own, by name.
     """
@@ -31,10 +31,10 @@ def describe(description: Description, config: Config | None, variant: str, vers
     ]
     groups.append((["Linear", *heads, *_heads(description, heads)], common))
     ignored = _named(description, None)
-    if head_of(plan) is None:
-        ignored = list(dict.fromkeys([*ignored, _HEAD, *_heads(description, [_HEAD])]))
+    if not description.has_head:
+        ignored = list(dict.fromkeys([*ignored, HEAD, *_heads(description, [HEAD])]))
     return {
-        "quant_method": _METHOD,
+        "quant_method": "compressed-tensors",
         "format": variant,
         "quantization_status": "compressed",
         "config_groups": {
@@ -67,7 +67,7 @@ def _named(description: Description, settings: Stated) -> list[str]:
 
 def _heads(description: Description, heads: list[str]) -> list[str]:
     """The head by whatever prefix, where readers have different ones."""
-    return [f"re:.*{_HEAD}$"] if heads and description.any_prefix else []
+    return [f"re:.*{HEAD}$"] if heads and description.any_prefix else []
 
 
 def read_settings(described: Mapping[str, Any]) -> Settings:
@@ -141,8 +141,8 @@ def _settings(group: Mapping[str, Any], key: str, layout: Any) -> GridSpec:
     if group.get("input_activations") or group.get("output_activations"):
         raise SourceError(f"{where}: activations are quantized too, which cannot be decoded")
     bits, strategy, group_size = weights.get("num_bits"), weights.get("strategy"), weights.get("group_size")
-    if type(bits) is not int or bits not in BITS:
-        raise SourceError(f"{where}: num_bits is {bits!r}; known are {', '.join(map(str, BITS))}")
+    if type(bits) is not int or bits not in WIDTHS:
+        raise SourceError(f"{where}: num_bits is {bits!r}; known are {', '.join(map(str, WIDTHS))}")
     if weights.get("actorder") == "group":
         raise SourceError(f"{where}: actorder is 'group', a permutation of the inputs, which cannot be decoded")
     if strategy == "channel":

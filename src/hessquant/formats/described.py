@@ -5,18 +5,19 @@ all experts of a layer, and look the settings up by that one's name; so those ar
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from hessquant.errors import PlanError
-from hessquant.formats.dialect import Stated, block_of, module_of
-from hessquant.formats.exact import expressions
-from hessquant.formats.fused import FUSED, parts_by_owner
-from hessquant.formats.spellings import prefixes_vary, without_prefix
-from hessquant.records import Plan, Target
+from hessquant.formats.fused import sets_among
+from hessquant.formats.names import HEAD, expressions, module_of, prefixes_vary, without_prefix
+from hessquant.records import GridSpec, Plan, Target
 
-_HEAD = "lm_head"
 _OF_EXPERT = re.compile(r"(.*\bexperts)\.\d+\..+")
+
+Stated = GridSpec | None
+"""How a module is quantized by a config; None = left in 16 bit."""
 
 
 @dataclass(frozen=True)
@@ -63,20 +64,32 @@ class Description:
         chosen = [
             module
             for module in self.modules
-            if module.settings == settings and (named_head or not (module.is_head and module.known[0].endswith(_HEAD)))
+            if module.settings == settings and (named_head or not (module.is_head and module.known[0].endswith(HEAD)))
         ]
-        around = tuple(f"{self.plain(name)}." for module in chosen if module.with_all_inside for name in module.known)
+        plain = without_prefix if self.any_prefix else str
+        around = tuple(f"{plain(name)}." for module in chosen if module.with_all_inside for name in module.known)
         found: list[str] = []
         for with_all_inside in (False, True):
             names = [name for module in chosen if module.with_all_inside == with_all_inside for name in module.known]
             # What is inside others is said with them.
-            names = [name for name in names if not self.plain(name).startswith(around)]
+            names = [name for name in names if not plain(name).startswith(around)]
             found += expressions(names, any_prefix=self.any_prefix, with_all_inside=with_all_inside)
         return found
 
-    def plain(self, name: str) -> str:
-        """A name without the words that readers may change, if they may."""
-        return without_prefix(name) if self.any_prefix else name
+    @property
+    def has_head(self) -> bool:
+        """Whether a head is among what is quantized."""
+        return any(module.is_head and module.settings is not None for module in self.modules)
+
+
+def common_settings(targets: Iterable[Target]) -> GridSpec:
+    """The settings that most targets have."""
+    return Counter(target.grid for target in targets).most_common(1)[0][0]
+
+
+def block_of(target: Target, plan: Plan) -> str:
+    """Module name of the block that holds a target; empty for the head, which is in none."""
+    return plan.blocks[target.block] if target.block < len(plan.blocks) else ""
 
 
 def description_of(plan: Plan) -> Description:
@@ -90,10 +103,11 @@ def description_of(plan: Plan) -> Description:
         *_left_alone(plan),
     ]
     any_prefix = prefixes_vary(name for module in known for name in module.known)
+    plain = without_prefix if any_prefix else str
     stated: dict[str, DescribedModule] = {}
     for module in known:
         for name in module.known:
-            other = stated.setdefault(without_prefix(name) if any_prefix else name, module)
+            other = stated.setdefault(plain(name), module)
             if other.settings != module.settings:
                 raise PlanError(
                     f"{module.known[0]} and {other.known[0]} would be quantized differently, but clients know both as "
@@ -149,11 +163,10 @@ def _left_alone(plan: Plan) -> Iterator[DescribedModule]:
 def _fused(stated: Mapping[str, Stated], architecture: str) -> dict[str, Stated]:
     """What servers make one module of, where its parts are alike; under that one's name."""
     made: dict[str, Stated] = {}
-    for owner, leaves in parts_by_owner(stated).items():
-        for fused in (fused for fused in FUSED if fused.holds_for(architecture)):
-            settings = {stated[leaves[part]] for part in fused.parts if part in leaves}
-            if len(settings) == 1 and leaves.keys() >= set(fused.parts):
-                made[f"{owner}.{fused.name}" if owner else fused.name] = settings.pop()
+    for fused, owner, members in sets_among(stated):
+        settings = {stated[module] for module in members}
+        if fused.holds_for(architecture) and len(settings) == 1 and len(members) == len(fused.parts):
+            made[f"{owner}.{fused.name}" if owner else fused.name] = settings.pop()
     return made
 
 

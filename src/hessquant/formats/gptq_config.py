@@ -1,25 +1,18 @@
 """The `quantization_config` of the GPTQ format: writing it from a plan, and reading anybody's."""
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any, get_args
+from collections.abc import Mapping
+from typing import Any
 
 from hessquant.config import Config
 from hessquant.errors import SourceError
-from hessquant.formats.described import Description
-from hessquant.formats.dialect import (
-    LARGEST_GROUP,
-    Reading,
-    Settings,
-    Stated,
-    block_of,
-    common_settings,
-    compiled,
-    head_of,
-    module_of,
-)
-from hessquant.formats.gptq import BITS, CheckpointFormat
-from hessquant.records import GridSpec, Target
+from hessquant.formats.described import Description, Stated, block_of, common_settings
+from hessquant.formats.names import HEAD, module_of
+from hessquant.formats.readings import LARGEST_GROUP, Reading, Settings, compiled
+from hessquant.records import GridSpec
+
+WIDTHS = (2, 3, 4, 8)
+CHECKPOINT_FORMATS = ("gptq", "gptq_v2")
 
 _OPTIMUM_BLOCKS = (
     *("transformer.h", "model.decoder.layers", "gpt_neox.layers", "model.layers", "model.language_model.layers", "h"),
@@ -28,8 +21,8 @@ _OPTIMUM_BLOCKS = (
 """Where optimum 2.3 (`gptq/constants.py`) looks for blocks; others have to be named."""
 
 
-def describe(description: Description, config: Config | None, checkpoint_format: str, version: str) -> dict[str, Any]:
-    """Describe exactly what a checkpoint written after a plan holds; no paths, no calibration text."""
+def describe(description: Description, config: Config | None, variant: str, version: str) -> dict[str, Any]:
+    """The `quantization_config` of exactly what a checkpoint written after a plan holds (`Dialect.describe`)."""
     plan = description.plan
     common = common_settings(plan.targets)
     described: dict[str, Any] = {
@@ -39,8 +32,8 @@ def describe(description: Description, config: Config | None, checkpoint_format:
         # The columns' order is undone before packing, so no reader has to know it.
         "desc_act": False,
         "sym": common.symmetric,
-        "lm_head": head_of(plan) is not None,
-        "checkpoint_format": checkpoint_format,
+        HEAD: description.has_head,
+        "checkpoint_format": variant,
         "pack_dtype": "int32",
         "true_sequential": True,
         "meta": {"quantizer": [f"hessquant:{version}"]},
@@ -70,8 +63,8 @@ def read_settings(described: Mapping[str, Any]) -> Settings:
         SourceError: If it is not of the GPTQ format or says something that has no meaning.
     """
     checkpoint_format = described.get("checkpoint_format", "gptq")
-    if checkpoint_format not in get_args(CheckpointFormat):
-        raise SourceError(f"checkpoint_format is {checkpoint_format!r}; known are {get_args(CheckpointFormat)}")
+    if checkpoint_format not in CHECKPOINT_FORMATS:
+        raise SourceError(f"checkpoint_format is {checkpoint_format!r}; known are {CHECKPOINT_FORMATS}")
     if described.get("pack_dtype", "int32") != "int32":
         raise SourceError(f"pack_dtype is {described['pack_dtype']!r}; only int32 can be decoded")
     dynamic = described.get("dynamic") or {}
@@ -81,10 +74,10 @@ def read_settings(described: Mapping[str, Any]) -> Settings:
     overrides = tuple(_override(key, values, described) for key, values in dynamic.items())
     listed = _listed(described.get("modules_in_block_to_quantize"))
     whole = frozenset(listed or ())
-    with_head = bool(described.get("lm_head"))
+    with_head = bool(described.get(HEAD))
 
     def by_pattern(name: str) -> Stated:
-        if name.rpartition(".")[2] == "lm_head" and not with_head:
+        if name.rpartition(".")[2] == HEAD and not with_head:
             return None
         # The first pattern that matches the start of the name decides.
         return next((settings for pattern, settings in overrides if pattern.match(name)), default)
@@ -109,12 +102,8 @@ def read_settings(described: Mapping[str, Any]) -> Settings:
 
 def _has_end(name: str, ends: frozenset[str]) -> bool:
     """Whether a name, or what follows one of its dots, is among these."""
-    dot = "."
-    while dot:
-        if name in ends:
-            return True
-        _, dot, name = name.partition(".")
-    return False
+    parts = name.split(".")
+    return any(".".join(parts[first:]) in ends for first in range(len(parts)))
 
 
 def _listed(names: Any) -> tuple[str, ...] | None:
@@ -137,8 +126,8 @@ def _override(key: str, values: Any, described: Mapping[str, Any]) -> tuple[re.P
 
 def _module_settings(values: Mapping[str, Any], where: str) -> GridSpec:
     bits, group_size, symmetric = values.get("bits"), values.get("group_size", -1), values.get("sym", True)
-    if type(bits) is not int or bits not in BITS:
-        raise SourceError(f"{where}: bits is {bits!r}; known are {', '.join(map(str, BITS))}")
+    if type(bits) is not int or bits not in WIDTHS:
+        raise SourceError(f"{where}: bits is {bits!r}; known are {', '.join(map(str, WIDTHS))}")
     if type(group_size) is not int or not (group_size == -1 or 0 < group_size < LARGEST_GROUP):
         raise SourceError(f"{where}: group_size is {group_size!r}; it must be -1 or positive")
     return GridSpec(bits, group_size, bool(symmetric))
@@ -149,17 +138,12 @@ def _dynamic(description: Description, common: GridSpec) -> dict[str, dict[str, 
     entries: dict[str, dict[str, Any]] = {
         f"-:{pattern}": {} for pattern in description.patterns(None, named_head=False)
     }
-    others = dict.fromkeys(module.settings for module in description.modules)
-    for settings in others:
+    usual = _stated(common)
+    for settings in dict.fromkeys(module.settings for module in description.modules):
         if settings is not None and settings != common:
-            differences = _differences(settings, common)
+            differences = {name: value for name, value in _stated(settings).items() if value != usual[name]}
             entries |= {f"+:{pattern}": differences for pattern in description.patterns(settings)}
     return entries
-
-
-def _differences(settings: GridSpec, common: GridSpec) -> dict[str, Any]:
-    usual = _stated(common)
-    return {name: value for name, value in _stated(settings).items() if value != usual[name]}
 
 
 def _stated(settings: GridSpec) -> dict[str, Any]:
@@ -183,7 +167,10 @@ def _quantized_names(description: Description) -> list[list[str]]:
     """
     plan = description.plan
     names = {module.known[0]: module.known for module in description.modules if module.settings is not None}
-    groups = _by_input(plan.targets)
+    by_input: dict[str, list[str]] = {}
+    for target in plan.targets:
+        by_input.setdefault(target.shares_input_with, []).append(module_of(target.name))
+    groups = list(by_input.values())
     prefixes = {module_of(target.name): f"{block_of(target, plan)}." for target in plan.targets}
     relative = [[name.removeprefix(prefixes[name]) for name in group] for group in groups]
     skipped = [name for module in description.modules if module.settings is None for name in module.known]
@@ -191,10 +178,3 @@ def _quantized_names(description: Description) -> list[list[str]]:
     if ambiguous or description.any_prefix or any(len(known) > 1 for known in names.values()):
         return [[known for name in group for known in names[name]] for group in groups]
     return [list(group) for group in dict.fromkeys(map(tuple, relative))]
-
-
-def _by_input(targets: Iterable[Target]) -> list[list[str]]:
-    groups: dict[str, list[str]] = {}
-    for target in targets:
-        groups.setdefault(target.shares_input_with, []).append(module_of(target.name))
-    return list(groups.values())

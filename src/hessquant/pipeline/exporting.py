@@ -15,7 +15,7 @@ from hessquant.checkpoint.unpacked import UnpackedCheckpoint
 from hessquant.config import Config, Override
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError, PlanError, SourceError
-from hessquant.formats.dialect import half_scales
+from hessquant.formats.bits import half_scales
 from hessquant.models.source import ModelSource, title_of
 from hessquant.pipeline.progress import SILENT
 from hessquant.pipeline.publishing import REPORTS, digest, refuse_form, report_in, write_verified
