@@ -11,12 +11,12 @@ from hessquant.config import Config
 from hessquant.core.grid import Grid, QuantizedWeight
 from hessquant.errors import CheckpointError, SourceError
 from hessquant.formats import DIALECTS, dialect_of
-from hessquant.formats.compressed_tensors_config import VARIANT, WIDTHS, read_settings
 from hessquant.formats.described import description_of
 from hessquant.formats.dialect import layout_of
 from hessquant.records import GridSpec
 
 ct = DIALECTS["compressed-tensors"]
+read_settings, (VARIANT,) = ct.read_settings, ct.variants
 
 
 def test_codes_pack_along_the_inputs_to_the_golden_words():
@@ -50,7 +50,7 @@ def test_parts_have_the_documented_names_dtypes_and_shapes():
 
 @settings(deadline=None, max_examples=60)
 @given(
-    bits=st.sampled_from(WIDTHS),
+    bits=st.sampled_from(ct.widths),
     symmetric=st.booleans(),
     group_size=st.sampled_from([-1, 8, 16, 32]),
     shape=st.sampled_from([(8, 32), (16, 96), (64, 32)]),

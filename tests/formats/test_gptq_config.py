@@ -9,8 +9,9 @@ from hessquant.config import Config
 from hessquant.errors import SourceError
 from hessquant.formats import DIALECTS
 from hessquant.formats.described import description_of
-from hessquant.formats.gptq_config import read_settings
 from hessquant.records import GridSpec, Location, Target, Untouched
+
+read_settings = DIALECTS["gptq"].read_settings
 
 SHARED = {
     "self_attn.k_proj": "self_attn.q_proj",

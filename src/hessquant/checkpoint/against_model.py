@@ -8,7 +8,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hessquant.errors import HessquantError, SourceError
-from hessquant.formats.readings import Settings
+from hessquant.formats.described import Settings
 from hessquant.models.probe import Probe, probe
 from hessquant.models.recorder import ProbedProduct
 from hessquant.models.source import ModelSource, load_config

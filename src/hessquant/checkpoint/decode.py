@@ -8,8 +8,8 @@ from torch import Tensor
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.errors import CheckpointError, SourceError
 from hessquant.formats import DIALECTS, dialect_of
+from hessquant.formats.described import Settings
 from hessquant.formats.dialect import Dialect, Layout
-from hessquant.formats.readings import Settings
 from hessquant.records import GridSpec, TensorInfo
 
 

@@ -12,8 +12,8 @@ from hessquant.checkpoint.header import read_json
 from hessquant.checkpoint.reader import CONFIG_FILE, ShardFiles, take_inventory
 from hessquant.errors import SourceError
 from hessquant.formats import DIALECTS, dialect_of
+from hessquant.formats.described import Settings
 from hessquant.formats.dialect import Dialect
-from hessquant.formats.readings import Settings
 from hessquant.models.source import ModelSource
 from hessquant.records import GridSpec, InspectedWeight, Inspection, TensorInfo
 

@@ -10,9 +10,9 @@ from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError, SourceError
 from hessquant.formats import dialect_of
+from hessquant.formats.described import Settings
 from hessquant.formats.dialect import Dialect, PackedWeight
 from hessquant.formats.names import module_of
-from hessquant.formats.readings import Settings
 from hessquant.records import TensorInfo
 
 _STANDS_FOR = "F16"

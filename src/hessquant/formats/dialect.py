@@ -16,8 +16,7 @@ from hessquant.config import Config
 from hessquant.core.grid import Grid, QuantizedWeight
 from hessquant.errors import CheckpointError
 from hessquant.formats.bits import WORD, half_scales, pack_lines, unpack_lines
-from hessquant.formats.described import Description
-from hessquant.formats.readings import Settings
+from hessquant.formats.described import Description, Settings
 from hessquant.records import GridSpec
 
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -67,6 +66,8 @@ class Dialect(Output, Protocol):
         variants: Those of the dialect, the usual one first.
         parts: Dtypes that each part is read in, by its name and in their order on disk.
         codes, zeros, scales, fourth: Which part is which.
+        fourth_size: Numbers in the fourth part; 0 = one per input.
+        optional: Parts that a weight can be read without.
         transposed: Whether the first three are stored with the inputs or groups first.
         always_zeros: Whether symmetric weights have a part of zeros, too.
         any_groups: Whether weights are read with other numbers of groups than the group size makes.
@@ -80,6 +81,8 @@ class Dialect(Output, Protocol):
     zeros: str
     scales: str
     fourth: str
+    fourth_size: int
+    optional: tuple[str, ...]
     transposed: bool
     always_zeros: bool
     any_groups: bool
@@ -118,6 +121,7 @@ class Dialect(Output, Protocol):
 
     def choose_variant(self, weights: Iterable[QuantizedWeight]) -> str:
         """The most widely read variant that holds these weights."""
+        return self.variants[0]
 
     def describe(self, description: Description, config: Config | None, variant: str, version: str) -> dict[str, Any]:
         """The `quantization_config` of exactly what a checkpoint written after a plan holds; no paths, no texts.
@@ -160,16 +164,13 @@ class Dialect(Output, Protocol):
         """
         return zeros
 
-    def fourth_shape(self, columns: int) -> tuple[int, ...]:
-        """Shape of the fourth part."""
-
     def fourth_part(self, rows: int, columns: int, grid: GridSpec) -> Tensor:
         """The fourth part of what is written."""
 
     def layout_fault(self, parts: Layout, grid: GridSpec) -> str | None:
         """What is wrong with the parts of one weight as found in a checkpoint, in one sentence; None if nothing is."""
         for part in self.parts:
-            if part not in parts and not self.may_lack(part, grid):
+            if part not in parts and part not in self.optional and (part != self.zeros or self._has_zeros(grid)):
                 return f"{part} is missing"
             if part in parts and 0 in parts[part][1]:
                 return f"{part} is empty"
@@ -189,9 +190,6 @@ class Dialect(Output, Protocol):
                     f"{list(parts[self.codes][1])} at {grid.bits} bits and {said}"
                 )
         return None
-
-    def may_lack(self, part: str, grid: GridSpec) -> bool:
-        """Whether a weight can be read without a part."""
 
     def weight_shape(self, parts: Layout, grid: GridSpec) -> tuple[int, int]:
         """Rows and columns of a weight whose parts have no `layout_fault`; columns that fill no word count as full."""
@@ -256,7 +254,7 @@ class Dialect(Output, Protocol):
             self.codes: self._turned((rows, words)),
             self.zeros: self._turned((zero_words, groups)),
             self.scales: self._turned((rows, groups)),
-            self.fourth: self.fourth_shape(columns),
+            self.fourth: (self.fourth_size or columns,),
         }
 
 
