@@ -288,3 +288,10 @@ def test_zero_and_tiny_groups_come_back_finite_and_zero_groups_exact(symmetric):
     assert torch.equal(decoded[8, 32:64], torch.zeros(32))
     assert float((decoded[8, :32] - weight[8, :32]).abs().max()) <= float(grid.scales[8, 0])
     assert torch.equal(decoded, quantized.dequantize())
+
+
+@pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
+def test_a_ragged_last_group_is_on_no_grid(dialect):
+    parts = dialect.pack(random_weight(8, 64, 4, group_size=32), dialect.variants[0])
+    with pytest.raises(CheckpointError, match="group size 48 does not divide 64 inputs"):
+        dialect.unpack(parts, stated(4, 48), dialect.variants[0])
