@@ -65,7 +65,7 @@ def _fused_table() -> str:
     """What servers make one matrix of."""
     lines = ["| one matrix | of | in | for | read in |", "|---|---|---|---|---|"]
     for fused in FUSED:
-        classes = ", ".join(f"{name}..." for name in fused.architectures) or "all"
+        classes = f"{fused.architecture}..." if fused.architecture else "all"
         kept = " (nowhere apart: a plan in which they differ is refused)" if fused.everywhere else ""
         parts = ", ".join(f"`{part}`" for part in fused.parts)
         lines.append(f"| `{fused.name}` | {parts}{kept} | {', '.join(fused.clients)} | {classes} | {fused.source} |")

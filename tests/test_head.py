@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import hessquant
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.errors import CaptureError, PlanError
-from hessquant.formats.dialects import dialect_of
+from hessquant.formats import dialect_of
 from hessquant.models.source import resolve
 from hessquant.options import parse_override
 from hessquant.pipeline.evaluating import load_model

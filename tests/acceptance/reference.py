@@ -16,7 +16,7 @@ from torch import nn
 
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.unpacked import decoded_state, quantization_of
-from hessquant.formats.dialects import dialect_of
+from hessquant.formats import dialect_of
 from hessquant.models.load import build
 from hessquant.models.source import resolve
 

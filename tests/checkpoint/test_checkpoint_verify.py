@@ -9,7 +9,7 @@ from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.unpacked import decoded_state, quantization_of
 from hessquant.core.grid import Grid, QuantizedWeight
 from hessquant.errors import SourceError, VerificationError
-from hessquant.formats import gptq
+from hessquant.formats import DIALECTS
 from hessquant.records import GridSpec
 
 UP = "model.layers.1.mlp.up_proj"
@@ -134,7 +134,7 @@ def test_per_module_bits_of_a_foreign_checkpoint_are_followed(case):
     weight = QuantizedWeight(
         old.codes * 16, Grid(GridSpec(bits=8, group_size=32), old.grid.scales, old.grid.zeros * 16)
     )
-    parts = {f"{UP}.{part}": tensor for part, tensor in gptq.pack(weight, "gptq").items()}
+    parts = {f"{UP}.{part}": tensor for part, tensor in DIALECTS["gptq"].pack(weight, "gptq").items()}
     damage(case.out, lambda tensors: tensors.update(parts))
     set_quantization(case.out, dynamic={r"+:.*layers\.1\.mlp\.up_proj": {"bits": 8}})
     with CheckpointReader(case.out) as reader:

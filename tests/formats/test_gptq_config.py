@@ -7,11 +7,11 @@ from transformers import GPTQConfig
 
 from hessquant.config import Config
 from hessquant.errors import SourceError
-from hessquant.formats import gptq_config
+from hessquant.formats import DIALECTS
 from hessquant.formats.described import description_of
-from hessquant.formats.dialects import DIALECTS
-from hessquant.formats.gptq_config import read_settings
 from hessquant.records import GridSpec, Location, Target, Untouched
+
+read_settings = DIALECTS["gptq"].read_settings
 
 SHARED = {
     "self_attn.k_proj": "self_attn.q_proj",
@@ -51,7 +51,7 @@ def make_plan(skipped=(), blocks=2, group_size=32, bits=4, symmetric=True):
 
 
 def describe(plan, *others):
-    return gptq_config.describe(description_of(plan), *others)
+    return DIALECTS["gptq"].describe(description_of(plan), *others)
 
 
 def test_the_config_says_exactly_what_the_file_holds():

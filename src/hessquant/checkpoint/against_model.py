@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 from hessquant.checkpoint.stacks import restacked
 from hessquant.checkpoint.unpacked import in_no_file
 from hessquant.errors import SourceError
-from hessquant.formats.dialect import Settings
+from hessquant.formats.described import Settings
 from hessquant.models.probe import Probe, probe
 from hessquant.models.source import ModelSource
 from hessquant.models.stream import StreamedModel

@@ -83,7 +83,7 @@ def _quantized(plan: Plan, places: Mapping[str, Place]) -> Iterator[Entry]:
         if fault:
             raise PlanError(f"{target.name}: {fault}")
         size = packed_bytes(*shape, target.grid)
-        yield Entry(target.name, places[target.name], block_type(target.grid).kind, shape, size)
+        yield Entry(target.name, places[target.name], block_type(target.grid), shape, size)
 
 
 def _untouched(plan: Plan, places: Mapping[str, Place]) -> Iterator[Entry]:

@@ -12,8 +12,9 @@ from hessquant.checkpoint.gguf_reader import decoded, form_of, open_gguf
 from hessquant.checkpoint.reader import CONFIG_FILE, CheckpointReader
 from hessquant.checkpoint.unpacked import in_no_file, packed_weight, parts_in, quantization_of, read_parts
 from hessquant.errors import CheckpointError, HessquantError, SourceError
-from hessquant.formats.dialect import Dialect, Settings
-from hessquant.formats.dialects import DIALECTS, dialect_of
+from hessquant.formats import DIALECTS, dialect_of
+from hessquant.formats.described import Settings
+from hessquant.formats.dialect import Dialect
 from hessquant.formats.gguf_blocks import BLOCK, BLOCK_TYPES
 from hessquant.models.source import ModelSource
 from hessquant.records import GridSpec, InspectedWeight, Inspection, TensorInfo
@@ -75,7 +76,7 @@ def inspect_gguf(file: Path) -> Inspection:
         if kind not in BLOCK_TYPES or len(shape) != 2:
             untouched.append(TensorInfo(tensor.name, shape, kind.name, size, file.name))
             continue
-        weights.append(InspectedWeight(tensor.name, *shape, GridSpec(BLOCK_TYPES[kind].bits, BLOCK), size))
+        weights.append(InspectedWeight(tensor.name, *shape, GridSpec(BLOCK_TYPES[kind], BLOCK), size))
         faults.extend(_block_faults(tensor))
     return Inspection(
         directory=file.name,

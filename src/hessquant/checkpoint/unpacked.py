@@ -10,8 +10,9 @@ from torch import Tensor
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError, SourceError
-from hessquant.formats.dialect import Dialect, PackedWeight, module_of
-from hessquant.formats.dialects import DIALECTS, dialect_of
+from hessquant.formats import DIALECTS, dialect_of
+from hessquant.formats.dialect import Dialect, PackedWeight
+from hessquant.formats.names import module_of
 from hessquant.records import GridSpec, TensorInfo
 
 _Read = TypeVar("_Read")

@@ -12,10 +12,10 @@ from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.sidecars import QUANTIZATION_FILE
 from hessquant.checkpoint.unpacked import UnpackedCheckpoint, quantization_of
 from hessquant.errors import CheckpointError, SourceError, VerificationError
+from hessquant.formats import dialect_of
 from hessquant.formats.described import description_of
-from hessquant.formats.dialect import Dialect, module_of
-from hessquant.formats.dialects import dialect_of
-from hessquant.formats.judge import misread
+from hessquant.formats.dialect import Dialect
+from hessquant.formats.names import module_of
 
 
 def verify(out: Path, config: Mapping[str, Any], model: QuantizedModel) -> int:
@@ -41,7 +41,7 @@ def verify(out: Path, config: Mapping[str, Any], model: QuantizedModel) -> int:
             unpacked = UnpackedCheckpoint(written)
             _check_quantized(unpacked, model)
             # That clients take every module for what it is, by what the config says.
-            fault = next(misread(description_of(model.plan), unpacked.settings), None)
+            fault = unpacked.settings.misread(description_of(model.plan))
     except VerificationError:
         raise
     except (SourceError, CheckpointError) as error:

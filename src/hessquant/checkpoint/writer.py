@@ -15,9 +15,10 @@ from hessquant.checkpoint.sidecars import QUANTIZATION_FILE, copy_sidecars
 from hessquant.checkpoint.verify import verify
 from hessquant.errors import CheckpointError
 from hessquant.files import replacing
+from hessquant.formats import DIALECTS
 from hessquant.formats.described import description_of
-from hessquant.formats.dialect import Dialect, module_of
-from hessquant.formats.dialects import DIALECTS
+from hessquant.formats.dialect import Dialect
+from hessquant.formats.names import module_of
 from hessquant.records import Plan, TensorInfo
 
 _ALIGNMENT = 8

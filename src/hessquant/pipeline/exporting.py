@@ -15,7 +15,8 @@ from hessquant.checkpoint.unpacked import UnpackedCheckpoint
 from hessquant.config import Config, Override
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError, PlanError, SourceError
-from hessquant.formats.dialect import half_scales, module_of
+from hessquant.formats.bits import half_scales
+from hessquant.formats.names import module_of
 from hessquant.models.source import ModelSource, title_of
 from hessquant.pipeline.progress import SILENT
 from hessquant.pipeline.publishing import REPORTS, digest, refuse_form, report_in, write_verified

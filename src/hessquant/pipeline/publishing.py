@@ -20,7 +20,7 @@ from hessquant.checkpoint.output import (
 from hessquant.checkpoint.reader import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, TensorSource
 from hessquant.checkpoint.writer import SafetensorsDraft
 from hessquant.errors import CheckpointError, PlanError
-from hessquant.formats.dialects import DIALECTS
+from hessquant.formats import DIALECTS
 from hessquant.records import Plan, Progress, RunReport
 from hessquant.report.html import PAGE_NAME, to_html
 from hessquant.report.json_report import REPORT_NAME, from_json, to_json

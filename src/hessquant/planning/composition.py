@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from hessquant.formats.dialect import common_settings
-from hessquant.formats.fused import FUSED, parts_by_owner
+from hessquant.formats.described import common_settings
+from hessquant.formats.fused import sets_among
 from hessquant.planning.patterns import matches
 from hessquant.planning.rule import Basis, Evidence, Part, Rule
 from hessquant.planning.shapes import weight_pattern
@@ -111,16 +111,15 @@ def _uneven_sets(rule: Rule, targets: Sequence[Target], model: Surroundings) -> 
     """The first set that the client makes one matrix of, and whose weights differ."""
     known = {target.name.removesuffix(".weight"): target for target in targets}
     left = {name.removesuffix(".weight") for name in model.left if name.endswith(".weight")}
-    sets = [fused for fused in FUSED if rule.fuses in fused.clients and fused.holds_for(model.architecture)]
-    for leaves in parts_by_owner([*known, *left]).values() if rule.fuses else ():
-        for fused in sets:
-            members = fused.members(leaves)
-            settings = [known[name].grid if name in known else None for name in members]
-            other = next((index for index, each in enumerate(settings) if each != settings[0]), None)
-            if other is not None:
-                first, second = (f"{members[i]}.weight ({settings[i] or 'left in 16 bit'})" for i in (0, other))
-                yield Finding("no", f"fuses {first} with {second}, which must be alike", rule.evidence.basis)
-                return
+    for fused, _, members in sets_among([*known, *left]) if rule.fuses else ():
+        if rule.fuses not in fused.clients or not fused.holds_for(model.architecture):
+            continue
+        settings = [known[name].grid if name in known else None for name in members]
+        other = next((index for index, each in enumerate(settings) if each != settings[0]), None)
+        if other is not None:
+            first, second = (f"{members[i]}.weight ({settings[i] or 'left in 16 bit'})" for i in (0, other))
+            yield Finding("no", f"fuses {first} with {second}, which must be alike", rule.evidence.basis)
+            return
 
 
 def _built_unquantized(

@@ -9,11 +9,9 @@ from torch import Tensor
 from hessquant import memory
 from hessquant.config import Config
 from hessquant.errors import PlanError, SourceError
+from hessquant.formats import DIALECTS, OUTPUTS
 from hessquant.formats.described import description_of
 from hessquant.formats.dialect import PackedWeight
-from hessquant.formats.dialects import DIALECTS
-from hessquant.formats.judge import misread
-from hessquant.formats.outputs import OUTPUTS
 from hessquant.models.context import context_of, window_length
 from hessquant.models.library import uncollected
 from hessquant.models.probe import Probe, probe
@@ -182,7 +180,7 @@ def _refuse_misread(plan: Plan, config: Config) -> None:
         return
     description = description_of(plan)
     described = dialect.describe(description, None, dialect.variants[0], "")
-    fault = next(misread(description, dialect.read_settings(described)), None)
+    fault = dialect.read_settings(described).misread(description)
     if fault is not None:
         raise PlanError(f"the {config.format} format has no words for this plan: {fault}; leave that weight out")
 

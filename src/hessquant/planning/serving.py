@@ -7,7 +7,7 @@ from typing import get_args
 
 from hessquant.config import Format
 from hessquant.errors import ServeError
-from hessquant.formats.outputs import OUTPUTS
+from hessquant.formats import OUTPUTS
 from hessquant.planning.composition import UNSAID, Surroundings, unlike_blocks
 from hessquant.planning.server_rules import RULES
 from hessquant.planning.servers import judge

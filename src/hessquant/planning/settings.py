@@ -7,8 +7,8 @@ from typing import Any
 
 from hessquant.config import AUTO_GROUP_SIZES, Config, Override
 from hessquant.errors import GroupSizeError, PatternError, PlanError
+from hessquant.formats import OUTPUTS
 from hessquant.formats.dialect import PackedWeight
-from hessquant.formats.outputs import OUTPUTS
 from hessquant.models.recorder import ProbedProduct
 from hessquant.planning.patterns import match_all
 from hessquant.planning.shapes import auto_group_size, tensor_parallel, weight_pattern

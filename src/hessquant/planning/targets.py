@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from hessquant.config import Config
 from hessquant.errors import PlanError
-from hessquant.formats.fused import FUSED, FusedSet, parts_by_owner
+from hessquant.formats.fused import FusedSet, sets_among
 from hessquant.models.probe import Probe
 from hessquant.models.recorder import ProbedProduct
 from hessquant.planning.patterns import match_all
@@ -74,7 +74,7 @@ def _gates(candidates: Mapping[str, ProbedProduct], hidden_size: int) -> dict[st
     rows = {name: product.rows for name, product in candidates.items()}
     for fused, members in fused_sets(candidates.values()):
         # What some servers fuse stays or goes together; gates that are fused with each other alone are gates still.
-        if not fused.architectures:
+        if not fused.architecture:
             together = (sum if fused.everywhere else max)(product.rows for product in members)
             rows |= {product.name: max(together, rows[product.name]) for product in members}
     return {
@@ -212,12 +212,7 @@ def _check_included(
 def fused_sets(weights: Iterable[_Weight]) -> list[tuple[FusedSet, list[_Weight]]]:
     """Weights that some server makes one matrix of."""
     known = {weight.name.removesuffix(".weight"): weight for weight in weights}
-    return [
-        (fused, [known[module] for module in modules])
-        for leaves in parts_by_owner(known).values()
-        for fused in FUSED
-        if (modules := fused.members(leaves))
-    ]
+    return [(fused, [known[module] for module in modules]) for fused, _, modules in sets_among(known)]
 
 
 def _refuse_parted_stacks(candidates: Iterable[ProbedProduct], reasons: Mapping[str, str]) -> None:
