@@ -11,13 +11,11 @@ from hessquant.checkpoint.stacks import restacked
 from hessquant.checkpoint.unpacked import in_no_file
 from hessquant.errors import SourceError
 from hessquant.formats.described import Settings
+from hessquant.models.flow import MIN_ROWS
 from hessquant.models.probe import Probe, probe
 from hessquant.models.source import ModelSource
 from hessquant.models.stream import StreamedModel
 from hessquant.records import TensorInfo
-
-_FEWEST_ROWS = 64
-"""Linear layers with fewer outputs are gates, which servers build unquantized without being told."""
 
 
 def compare_with_model(
@@ -70,7 +68,8 @@ def _taken_for_quantized(
         parameter = probed.parameter_name(name)
         if info.file == "" or len(info.shape) != 2 or not name.endswith(".weight") or name in choosers:
             continue
-        if (parameter and parameter not in linear) or min(info.shape) < 1 or info.shape[0] < _FEWEST_ROWS:
+        # What has fewer rows is a gate, which servers build unquantized without being told.
+        if (parameter and parameter not in linear) or min(info.shape) < 1 or info.shape[0] < MIN_ROWS:
             continue
         names = {name.removesuffix(".weight"), (parameter or name).removesuffix(".weight")}
         is_head = bool(parameter) and probed.parameters[parameter].role != "weight"

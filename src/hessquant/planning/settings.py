@@ -10,8 +10,8 @@ from hessquant.errors import GroupSizeError, PatternError, PlanError
 from hessquant.formats import OUTPUTS
 from hessquant.formats.dialect import PackedWeight
 from hessquant.models.recorder import ProbedProduct
-from hessquant.planning.patterns import match_all
-from hessquant.planning.shapes import auto_group_size, tensor_parallel, weight_pattern
+from hessquant.planning.patterns import match_all, weight_pattern
+from hessquant.planning.servers import tensor_parallel
 from hessquant.planning.targets import fused_sets
 from hessquant.records import GridSpec
 
@@ -54,14 +54,14 @@ def _changes(
     changes: dict[str, dict[str, Any]] = {name: {} for name in targets}
     matched = match_all("override", [override.pattern for override in overrides], names)
     for override in overrides:
-        found = [name for name in targets if name in matched[override.pattern]]
-        if not found:
+        changed = [name for name in targets if name in matched[override.pattern]]
+        if not changed:
             raise PatternError(
                 f"override pattern {override.pattern!r} matches nothing that will be quantized, "
                 f"only {min(matched[override.pattern])}, for example"
             )
         values = {"bits": override.bits, "group_size": override.group_size, "symmetric": override.symmetric}
-        for name in found:
+        for name in changed:
             changes[name] |= {setting: value for setting, value in values.items() if value is not None}
     return changes
 
@@ -70,7 +70,7 @@ def _group_size(products: Sequence[ProbedProduct], blocks: Sequence[str], config
     """The group size asked for, or the largest of 128, 64, 32 that divides all inputs."""
     if config.group_size != "auto":
         return config.group_size
-    fitting = auto_group_size(products)
+    fitting = _auto_group_size(products)
     if fitting is None:
         tried = ", ".join(map(str, AUTO_GROUP_SIZES))
         listing = _listing([(p, None) for p in products if p.columns % min(AUTO_GROUP_SIZES)], blocks)
@@ -78,6 +78,12 @@ def _group_size(products: Sequence[ProbedProduct], blocks: Sequence[str], config
             f"no group size of {tried} divides the inputs of every weight:\n{listing}\nUse {_WITHOUT_GROUPS}"
         )
     return fitting
+
+
+def _auto_group_size(chosen: Iterable[ProbedProduct]) -> int | None:
+    """The largest of 128, 64, 32 that divides the inputs of every weight; None if none does."""
+    columns = {product.columns for product in chosen}
+    return next((size for size in AUTO_GROUP_SIZES if all(count % size == 0 for count in columns)), None)
 
 
 def _refuse_ragged(
@@ -92,9 +98,9 @@ def _refuse_ragged(
         return
     sizes = " or ".join(map(str, sorted({size for _, size in ragged})))
     advice = _WITHOUT_GROUPS
-    fitting = auto_group_size(chosen)
+    fitting = _auto_group_size(chosen)
     if fitting is not None:
-        reach = tensor_parallel(PackedWeight(p.rows, p.columns, GridSpec(config.bits, fitting)) for p in chosen)
+        reach, _ = tensor_parallel(PackedWeight(p.rows, p.columns, GridSpec(config.bits, fitting)) for p in chosen)
         advice = f"--group-size auto (takes {fitting}; largest tensor-parallel size then {reach}), {advice}"
     listing = _listing(ragged, blocks)
     raise GroupSizeError(f"group size {sizes} does not divide the inputs of these weights:\n{listing}\nUse {advice}")
@@ -118,11 +124,12 @@ def refuse_format(
     Raises:
         PlanError: Naming the weights and the fault of each.
     """
-    faults: dict[str, None] = {}
-    for product in chosen:
-        fault = OUTPUTS[config.format].target_fault(product.rows, product.columns, settings[product.name])
-        if fault:
-            faults[f"  {weight_pattern(product.name, blocks)}: {fault}"] = None
+    fault_of = OUTPUTS[config.format].target_fault
+    faults = dict.fromkeys(
+        f"  {weight_pattern(product.name, blocks)}: {fault}"
+        for product in chosen
+        if (fault := fault_of(product.rows, product.columns, settings[product.name]))
+    )
     if faults:
         raise PlanError(f"the {config.format} format cannot hold these weights:\n" + "\n".join(faults))
 
