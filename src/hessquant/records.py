@@ -103,11 +103,13 @@ class GridSpec:
         Raises:
             GridError: If the group size does not divide the inputs.
         """
-        if self.group_size == -1:
-            return columns
-        if columns % self.group_size:
+        if not self.divides(columns):
             raise GridError(f"group size {self.group_size} does not divide {columns} inputs")
-        return self.group_size
+        return columns if self.group_size == -1 else self.group_size
+
+    def divides(self, columns: int) -> bool:
+        """Whether all groups of so many inputs are whole."""
+        return self.group_size == -1 or columns % self.group_size == 0
 
     def groups(self, columns: int) -> int:
         """Groups per row; a ragged last one counts."""

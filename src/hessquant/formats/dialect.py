@@ -260,7 +260,7 @@ class Dialect(Output, Protocol):
 
 def ragged(columns: int, grid: GridSpec, advice: str = "") -> str | None:
     """That the last group would have fewer inputs than the others, in one sentence; None if all have as many."""
-    if grid.group_size == -1 or columns % grid.group_size == 0:
+    if grid.divides(columns):
         return None
     return f"group size {grid.group_size} does not divide {columns} inputs{advice}"
 

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PureWindowsPath
@@ -67,11 +68,9 @@ class ModelSource:
 
     @cached_property
     def _described(self) -> tuple[PreTrainedConfig, Any]:
-        try:
+        with self._reading(f"{_CONFIG_FILE} cannot be used"):
             _refuse_counts(json.loads((self.directory / _CONFIG_FILE).read_text(encoding="utf-8")))
             config: PreTrainedConfig = self._made_by(AutoConfig)
-        except LIBRARY_ERRORS as error:
-            raise SourceError(f"{self.name}: {_CONFIG_FILE} cannot be used: {reason(error)}") from error
         # With this left in, transformers would build packed modules.
         return config, vars(config).pop("quantization_config", None)
 
@@ -82,12 +81,8 @@ class ModelSource:
         Raises:
             SourceError: If there is none, or it cannot be read, or asks for code that is not trusted.
         """
-        try:
+        with self._reading("no tokenizer can be made of the files in its directory"):
             tokenizer: PreTrainedTokenizerBase = self._made_by(AutoTokenizer)
-        except LIBRARY_ERRORS as error:
-            raise SourceError(
-                f"{self.name}: no tokenizer can be made of the files in its directory: {reason(error)}"
-            ) from error
         return tokenizer
 
     @cached_property
@@ -97,20 +92,24 @@ class ModelSource:
         Raises:
             SourceError: If there is none for images, or it cannot be read, or asks for code that is not trusted.
         """
-        try:
+        with self._reading("no processor can be made of the files in its directory"):
             processor = self._made_by(AutoProcessor)
-        except LIBRARY_ERRORS as error:
-            raise SourceError(
-                f"{self.name}: no processor can be made of the files in its directory: {reason(error)}"
-            ) from error
         # Where a directory has a tokenizer alone, the library gives that.
         if not hasattr(processor, "image_processor"):
             raise SourceError(f"{self.name}: no processor for images is in its directory")
         return processor
 
     def _made_by(self, kind: Any) -> Any:
-        with quiet():
-            return kind.from_pretrained(self.directory, trust_remote_code=self.trust_remote_code, local_files_only=True)
+        return kind.from_pretrained(self.directory, trust_remote_code=self.trust_remote_code, local_files_only=True)
+
+    @contextmanager
+    def _reading(self, fault: str) -> Iterator[None]:
+        """Inside, what the library raises becomes this fault, and it prints nothing."""
+        try:
+            with quiet():
+                yield
+        except LIBRARY_ERRORS as error:
+            raise SourceError(f"{self.name}: {fault}: {reason(error)}") from error
 
 
 _CACHED = "models--"

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from hessquant.formats.fused import sets_among
@@ -56,7 +57,7 @@ class PlannedCheckpoint:
         """How something is known of this model."""
         return evidence.basis if self.is_covered(evidence) else "not run"
 
-    @property
+    @cached_property
     def common_settings(self) -> GridSpec:
         """The settings that most weights have; those of like blocks count once for each of these."""
         counts = Counter[GridSpec]()

@@ -87,7 +87,7 @@ def _nearest_first(name: str, planned: Target) -> list[int]:
 
 def _holds(output_format: str, targets: Sequence[Target]) -> bool:
     """Whether the format has a form for all of these, and their groups are whole."""
-    if any(target.grid.group_size != -1 and target.columns % target.grid.group_size for target in targets):
+    if not all(target.grid.divides(target.columns) for target in targets):
         return False
     fault = OUTPUTS[output_format].target_fault
     return not any(fault(target.rows, target.columns, target.grid) for target in targets)

@@ -92,7 +92,7 @@ def _refuse_ragged(
     ragged = [
         (product, settings[product.name].group_size)
         for product in chosen
-        if settings[product.name].group_size != -1 and product.columns % settings[product.name].group_size
+        if not settings[product.name].divides(product.columns)
     ]
     if not ragged:
         return

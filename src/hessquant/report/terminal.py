@@ -13,7 +13,6 @@ from rich.text import Text
 from hessquant.records import (
     Evaluation,
     ExportReport,
-    GridSpec,
     InspectedWeight,
     Inspection,
     LayerRecord,
@@ -36,7 +35,15 @@ from hessquant.report.figures import (
 )
 from hessquant.report.html import PAGE_NAME
 from hessquant.report.json_report import REPORT_NAME
-from hessquant.report.units import format_bytes, format_percent, format_range, format_ratio, format_seconds
+from hessquant.report.units import (
+    format_bytes,
+    format_grid,
+    format_group,
+    format_percent,
+    format_range,
+    format_ratio,
+    format_seconds,
+)
 
 _WORST_SHOWN = 5
 _LABEL_WIDTH = 26
@@ -118,8 +125,8 @@ def render_inspection(inspection: Inspection) -> RenderableType:
 def _plan_facts(plan: Plan) -> Table:
     blocks = " + ".join(f"{count} x {name}" for name, count in Counter(map(kind, plan.blocks)).items())
     smaller = plan.output_bytes / plan.source_bytes if plan.source_bytes else 1.0
-    grids = ", ".join(sorted({_grid(target.grid) for target in plan.targets}))
-    groups = ", ".join(map(_group, sorted({target.grid.group_size for target in plan.targets})))
+    grids = ", ".join(sorted({format_grid(target.grid) for target in plan.targets}))
+    groups = ", ".join(map(format_group, sorted({target.grid.group_size for target in plan.targets})))
     size = f"{format_bytes(plan.source_bytes)} -> {format_bytes(plan.output_bytes)} ({format_percent(smaller)})"
     return _facts(
         ("Model", f"{plan.source} ({plan.architecture})"),
@@ -159,7 +166,7 @@ def _weights_table(weights: Iterable[Target | InspectedWeight]) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("count", f"{sum(counted.values()):,}", justify="right", no_wrap=True)
     for (name, rows, columns, grid), count in counted.items():
-        _row(table, labels[name], f"{rows} x {columns}", _grid(grid), _group(grid.group_size), f"{count:,}")
+        _row(table, labels[name], f"{rows} x {columns}", format_grid(grid), format_group(grid.group_size), f"{count:,}")
     return table
 
 
@@ -268,14 +275,6 @@ def _run_facts(report: RunReport, out: Path) -> Table:
         ("Report", str(out / REPORT_NAME)),
         ("Page", str(out / PAGE_NAME)),
     )
-
-
-def _grid(grid: GridSpec) -> str:
-    return f"{grid.bits}-bit {'symmetric' if grid.symmetric else 'asymmetric'}"
-
-
-def _group(group_size: int) -> str:
-    return "row" if group_size == -1 else str(group_size)
 
 
 def _page(*parts: RenderableType | None) -> Group:
