@@ -34,7 +34,8 @@ from hessquant.core import experts
 from hessquant.evaluation.comparison import Contrast, compare
 from hessquant.models.source import resolve
 from hessquant.pipeline.evaluating import load_model
-from hessquant.records import RunReport, TokenWindow
+from hessquant.records import TokenWindow
+from hessquant.results import RunReport
 from rounding import rounded
 
 VOCABULARY, LENGTH, GROUP_SIZE = 1024, 256, 32

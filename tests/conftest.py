@@ -6,22 +6,16 @@ from dataclasses import asdict
 import pytest
 
 from hessquant.config import Config
-from hessquant.records import (
+from hessquant.records import GridSpec, Location, Plan, ServerVerdict, Target, TensorInfo, Untouched
+from hessquant.results import (
     CalibrationRecord,
     Comparison,
     Evaluation,
     ExportReport,
-    GridSpec,
     InspectedWeight,
     Inspection,
     LayerRecord,
-    Location,
-    Plan,
     RunReport,
-    ServerVerdict,
-    Target,
-    TensorInfo,
-    Untouched,
 )
 
 _HIDDEN, _INTERMEDIATE, _BLOCKS = 576, 1536, 30

@@ -17,7 +17,7 @@ from hessquant.errors import CalibrationError, NonFiniteError, OutputError, Serv
 from hessquant.models.probe import probe
 from hessquant.models.source import resolve
 from hessquant.pipeline.evaluating import load_model as load_for_evaluation
-from hessquant.records import RunReport
+from hessquant.results import RunReport
 
 
 @pytest.fixture

@@ -23,10 +23,11 @@ from hessquant.config import Config
 from hessquant.errors import HessquantError, RefusedError
 from hessquant.interrupts import INTERRUPTED, Interrupted, Interrupts
 from hessquant.options import OnceEach, config_of, options_of, signature_of
-from hessquant.records import Evaluation, ExportReport, Inspection, Plan, RunReport
+from hessquant.records import Plan
 from hessquant.report.json_report import error_json, to_json
 from hessquant.report.progress import make_progress
 from hessquant.report.terminal import render_evaluation, render_export, render_inspection, render_plan, render_run
+from hessquant.results import Evaluation, ExportReport, Inspection, RunReport
 from hessquant.run.names import count_finished
 
 _DONE, _REFUSED, _FAILED, _DEGRADED = 0, 2, 3, 4

@@ -32,7 +32,8 @@ from hessquant.errors import HessquantError
 from hessquant.models.library import run_model
 from hessquant.models.source import resolve
 from hessquant.pipeline.evaluating import load_model
-from hessquant.records import Plan, RunReport, Target
+from hessquant.records import Plan, Target
+from hessquant.results import RunReport
 
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 CONFIG = hessquant.Config(group_size=32, max_unquantized=1.0)

@@ -6,23 +6,17 @@ from types import MappingProxyType
 import pytest
 
 from hessquant.errors import NonFiniteError
-from hessquant.records import (
+from hessquant.records import GridSpec, Location, Plan, ServerVerdict, Target, TensorInfo, Untouched
+from hessquant.report.json_report import error_json, from_json, to_json
+from hessquant.results import (
     CalibrationRecord,
     Comparison,
     Evaluation,
-    GridSpec,
     InspectedWeight,
     Inspection,
     LayerRecord,
-    Location,
-    Plan,
     RunReport,
-    ServerVerdict,
-    Target,
-    TensorInfo,
-    Untouched,
 )
-from hessquant.report.json_report import error_json, from_json, to_json
 
 DERIVED_OF_LAYER = {"relative_to_rtn", "relative_output_error"}
 

@@ -13,7 +13,8 @@ from hessquant.config import Config
 from hessquant.core.grid import affine, scale_factors
 from hessquant.core.hessian import first_non_finite
 from hessquant.errors import GridError, SourceError
-from hessquant.records import GridSpec, Progress, Target, TensorInfo
+from hessquant.records import GridSpec, Target, TensorInfo
+from hessquant.results import Progress
 
 CHUNK_BYTES = 16 << 20
 CHECKED = ("F64", "F32", "BF16", "F16")

@@ -17,7 +17,8 @@ from hessquant.formats.described import Settings
 from hessquant.formats.dialect import Dialect
 from hessquant.formats.gguf_blocks import BLOCK, BLOCK_TYPES
 from hessquant.models.source import ModelSource
-from hessquant.records import GridSpec, InspectedWeight, Inspection, TensorInfo
+from hessquant.records import GridSpec, TensorInfo
+from hessquant.results import InspectedWeight, Inspection
 
 
 def inspect_checkpoint(directory: Path, *, trust_remote_code: bool = False) -> Inspection:

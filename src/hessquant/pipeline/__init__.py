@@ -14,7 +14,8 @@ from hessquant.pipeline.publishing import refuse_form
 from hessquant.pipeline.quantizing import quantize
 from hessquant.pipeline.windows import Calibration
 from hessquant.planning import plan as planning
-from hessquant.records import Inspection, Plan
+from hessquant.records import Plan
+from hessquant.results import Inspection
 
 __all__ = ["evaluate", "export", "inspect", "make_plan", "quantize"]
 

@@ -19,7 +19,7 @@ from hessquant.models.load import build
 from hessquant.models.probe import probe
 from hessquant.models.source import ModelSource, resolve
 from hessquant.pipeline.windows import refuse_unfit_windows, refuse_window_length
-from hessquant.records import Evaluation, Progress
+from hessquant.results import Evaluation, Progress
 
 
 def evaluate(

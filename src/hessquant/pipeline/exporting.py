@@ -21,7 +21,8 @@ from hessquant.models.source import ModelSource, title_of
 from hessquant.pipeline.progress import SILENT
 from hessquant.pipeline.publishing import REPORTS, digest, refuse_form, report_in, write_verified
 from hessquant.planning.plan import plan_export
-from hessquant.records import ExportReport, Plan, Progress, RunReport
+from hessquant.records import Plan
+from hessquant.results import ExportReport, Progress, RunReport
 
 
 def export(

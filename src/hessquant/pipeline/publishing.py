@@ -21,9 +21,10 @@ from hessquant.checkpoint.reader import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, Te
 from hessquant.checkpoint.writer import SafetensorsDraft
 from hessquant.errors import CheckpointError, PlanError
 from hessquant.formats import DIALECTS
-from hessquant.records import Plan, Progress, RunReport
+from hessquant.records import Plan
 from hessquant.report.html import PAGE_NAME, to_html
 from hessquant.report.json_report import REPORT_NAME, from_json, to_json
+from hessquant.results import Progress, RunReport
 
 REPORTS = (REPORT_NAME, PAGE_NAME)
 """Files beside a checkpoint that are written anew, never copied."""

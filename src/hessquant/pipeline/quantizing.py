@@ -27,7 +27,8 @@ from hessquant.pipeline.publishing import REPORTS, digest, is_complete, refuse_f
 from hessquant.pipeline.windows import Calibration
 from hessquant.planning import plan as planning
 from hessquant.planning.size import TOKENS_PER_BATCH
-from hessquant.records import CalibrationRecord, Plan, Progress, RunReport
+from hessquant.records import Plan
+from hessquant.results import CalibrationRecord, Progress, RunReport
 from hessquant.run.degraded import degradations, text_degradations
 from hessquant.run.heap import map_large_blocks
 from hessquant.run.store import RunStore

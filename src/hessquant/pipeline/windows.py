@@ -18,7 +18,7 @@ from hessquant.errors import CalibrationError
 from hessquant.models.context import Context, context_of, window_length
 from hessquant.models.signature import unknown_inputs
 from hessquant.models.source import ModelSource
-from hessquant.records import CalibrationRecord
+from hessquant.results import CalibrationRecord
 
 _STARTS = ("decoder_start_token_id", "pad_token_id", "bos_token_id")
 

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 
-from hessquant.records import LayerRecord, RunReport
 from hessquant.report.charts import Bound, Point, bounds_chart, legend, loss_chart, output_error_chart
 from hessquant.report.figures import (
     Totals,
@@ -19,6 +18,7 @@ from hessquant.report.figures import (
     worst,
 )
 from hessquant.report.units import format_bytes, format_grid, format_group, format_percent, format_ratio, format_seconds
+from hessquant.results import LayerRecord, RunReport
 
 PAGE_NAME = "hessquant-report.html"
 """File name of the page within an output directory."""

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from hessquant.errors import NonFiniteError
-from hessquant.records import Evaluation, ExportReport, GridSpec, Inspection, LayerRecord, Plan, RunReport
+from hessquant.records import GridSpec, Plan
 from hessquant.report.figures import relative_output_error, totals
+from hessquant.results import Evaluation, ExportReport, Inspection, LayerRecord, RunReport
 
 REPORT_NAME = "hessquant-report.json"
 """File name of the report within an output directory."""

@@ -10,16 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from hessquant.records import (
-    Evaluation,
-    ExportReport,
-    InspectedWeight,
-    Inspection,
-    LayerRecord,
-    Plan,
-    RunReport,
-    Target,
-)
+from hessquant.records import Plan, Target
 from hessquant.report.figures import (
     by_kind,
     kind,
@@ -44,6 +35,7 @@ from hessquant.report.units import (
     format_ratio,
     format_seconds,
 )
+from hessquant.results import Evaluation, ExportReport, InspectedWeight, Inspection, LayerRecord, RunReport
 
 _WORST_SHOWN = 5
 _LABEL_WIDTH = 26

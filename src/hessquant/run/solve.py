@@ -17,7 +17,8 @@ from hessquant.core.hessian import HessianStatistics, hessian
 from hessquant.core.rank import effective_rank
 from hessquant.errors import FactorizationError, GridError, NonFiniteError
 from hessquant.kernels.dispatch import kernels_for
-from hessquant.records import LayerRecord, Location, Target
+from hessquant.records import Location, Target
+from hessquant.results import LayerRecord
 
 
 class TargetSolver:

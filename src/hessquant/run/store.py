@@ -24,7 +24,8 @@ from safetensors.torch import save
 from hessquant.core.grid import Grid, QuantizedWeight
 from hessquant.errors import CheckpointError, RunError
 from hessquant.files import HeldFile, replacing
-from hessquant.records import LayerRecord, Target
+from hessquant.records import Target
+from hessquant.results import LayerRecord
 from hessquant.run.names import BLOCK, LOCK_FILE, PARTIAL, RUN_FILE, block_path, count_finished, foreign
 
 _PARTS = ("codes", "scales", "zeros")
