@@ -168,7 +168,7 @@ def test_one_finished_run_serves_several_formats(quantized, tmp_path, monkeypatc
         )
 
     run(tmp_path / "again")
-    monkeypatch.setattr("hessquant.pipeline.blocks.record_arguments", None)  # nothing is run another time
+    monkeypatch.setattr("hessquant.run.loop.record_arguments", None)  # nothing is run another time
     report = run(tmp_path / "second", format="compressed-tensors", shard_bytes=20_000)
     assert (report.resumed_blocks, report.verified_tensors) == (2, 14)
     assert same(decoded(first), decoded(tmp_path / "second"))

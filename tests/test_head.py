@@ -113,7 +113,7 @@ def test_a_run_that_stopped_before_the_head_goes_on_to_the_same_bytes(model, tmp
     source = model(True)
     quantize(source, tmp_path / "whole")
     with monkeypatch.context() as patch:
-        patch.setattr("hessquant.pipeline.blocks.run_head", lambda *_: (_ for _ in ()).throw(CaptureError("stop")))
+        patch.setattr("hessquant.capture.segments.Head.run", lambda *_: (_ for _ in ()).throw(CaptureError("stop")))
         with pytest.raises(CaptureError, match="stop"):
             quantize(source, tmp_path / "out")
     assert quantize(source, tmp_path / "out").resumed_blocks == 2

@@ -10,7 +10,7 @@ from tests.tiny import TINY, tokens
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PhiConfig, Qwen2Config
 
 import hessquant
-from hessquant.calibration.prelude import record_arguments
+from hessquant.capture.prelude import record_arguments
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.unpacked import decoded_state
 from hessquant.errors import CalibrationError, NonFiniteError, OutputError, ServeError, SourceError, VerificationError
@@ -202,7 +202,7 @@ def test_a_bad_window_stops_the_run_and_leaves_no_checkpoint(llama, tmp_path, mo
         state.hidden[state.windows.index(7), 9, 11] = float("nan")
         return states
 
-    monkeypatch.setattr("hessquant.pipeline.blocks.record_arguments", poisoned)
+    monkeypatch.setattr("hessquant.run.loop.record_arguments", poisoned)
     with pytest.raises(NonFiniteError, match=r"model\.layers\.0\.self_attn\.q_proj\.weight.*window 7, token 9"):
         hessquant.quantize(llama, tmp_path / "out", hessquant.Config(group_size=32), calibration=[tokens()])
     assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())

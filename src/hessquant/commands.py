@@ -28,7 +28,7 @@ from hessquant.report.json_report import error_json, to_json
 from hessquant.report.progress import make_progress
 from hessquant.report.terminal import render_evaluation, render_export, render_inspection, render_plan, render_run
 from hessquant.results import Evaluation, ExportReport, Inspection, RunReport
-from hessquant.run.names import count_finished
+from hessquant.run.files import count_finished
 
 _DONE, _REFUSED, _FAILED, _DEGRADED = 0, 2, 3, 4
 

@@ -1,5 +1,6 @@
-"""How much memory this process may still take, and has taken."""
+"""How much memory this process may take, and has taken; and that it gives back what it has freed."""
 
+import ctypes
 import platform
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,10 @@ except ImportError:
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
+_M_MMAP_THRESHOLD = -3  # from glibc's malloc.h
+
+MAPPED_FROM = 8 << 20
+"""Bytes from which a tensor gets a mapping of its own. Smaller ones would cost more in page faults than they save."""
 
 
 def total_memory() -> int:
@@ -34,6 +39,21 @@ def peak_memory() -> int:
         return int(getattr(held, "peak_wset", held.rss))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if platform.system() == "Darwin" else peak * 1024
+
+
+def map_large_blocks() -> bool:
+    """Have blocks of `MAPPED_FROM` bytes or more returned to the system when they are freed, for this process.
+
+    Forward once holds suspended batches of tensors of mixed sizes. glibc raises the size from which a block is mapped
+    on its own, up to 32 MiB, as such blocks are freed; then activations share one heap, whose holes are never given
+    back: about 1.2 GB of holes beside 1.5 GB in use on a 135M model. A fixed size keeps large tensors out of that heap.
+
+    Returns:
+        Whether the C library took the setting; only glibc has it, others do not need it.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    return bool(ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, MAPPED_FROM))
 
 
 def _cgroup_limits() -> Iterator[int]:

@@ -17,8 +17,8 @@ from hessquant.calibration.windows import calibration_record
 from hessquant.core.factor import factorize
 from hessquant.core.rank import effective_rank
 from hessquant.records import TokenWindow
+from hessquant.report.degraded import text_degradations
 from hessquant.report.json_report import from_json, to_json
-from hessquant.run.degraded import text_degradations
 
 
 def test_counts_are_of_windows_tokens_and_runs_of_eight():

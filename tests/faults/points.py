@@ -79,13 +79,13 @@ def install(points, directories, source):
         directories: Files below them, and they themselves, are the run's.
         source: The model's directory.
     """
-    import hessquant.calibration.activations as activations
-    import hessquant.calibration.collect as collect
+    import hessquant.capture.activations as activations
+    import hessquant.capture.collect as collect
     import hessquant.checkpoint.reader as reader
     import hessquant.checkpoint.writer as writer
     import hessquant.core.gptq as gptq
-    import hessquant.pipeline.blocks as blocks
     import hessquant.pipeline.quantizing as quantizing
+    import hessquant.run.loop as loop
     import hessquant.run.solve as solve
     import hessquant.run.store as store
 
@@ -93,14 +93,14 @@ def install(points, directories, source):
     _wrap_temporaries(points)
     for owner, name, before, after, detail in (
         (quantizing, "audit", "audit", "audited", None),
-        (quantizing, "quantize_blocks", "quantize", "quantized", None),
+        (quantizing, "quantize_segments", "quantize", "quantized", None),
         (writer.SafetensorsDraft, "write", "write-checkpoint", "written", None),
         (writer.SafetensorsDraft, "verify", "verify", "verified", None),
         (writer.SafetensorsDraft, "reveal", "complete", "completed", None),
-        (blocks, "record_arguments", "record", "recorded", None),
-        (blocks, "replay_block", "replay", "replayed", lambda block, index, batches: index),
+        (loop, "record_arguments", "record", "recorded", None),
+        (loop._Run, "replay", "replay", "replayed", lambda self, segment, batches: segment.index),
         (collect.Collector, "collect", "collect", "collected", lambda self, stop, *_: stop.leader),
-        (solve.TargetSolver, "solve", "solve", "solved", lambda self, parameters, members, statistics: members[0]),
+        (solve.TargetSolver, "quantize", "solve", "solved", lambda self, stop, statistics: stop.leader),
         (gptq, "sweep", "sweep", "swept", None),
         (activations.ActivationStore, "keep", "keep", "kept", None),
         (store.RunStore, "begin", "begin", "begun", None),
@@ -109,7 +109,7 @@ def install(points, directories, source):
         (store.RunStore, "__exit__", "store-exit", "store-exited", None),
     ):
         _around(points, owner, name, before, after, detail)
-    _wrap_in_memory(points, blocks.StreamedModel)
+    _wrap_in_memory(points, loop.StreamedModel)
     for module, kind in ((reader, None), (store, "stored-read")):
         module.safe_open = _opener(points, module.safe_open, kind, Path(source))
 

@@ -129,7 +129,7 @@ def _poison():
     def refuse(*_args, **_settings):
         raise AssertionError("work was begun")
 
-    quantizing.quantize_blocks = quantizing.write_verified = refuse
+    quantizing.quantize_segments = quantizing.write_verified = refuse
 
 
 if __name__ == "__main__":

@@ -309,7 +309,7 @@ def model(sound, tmp_path):
 
 @pytest.fixture(autouse=True)
 def _never_calibrates(monkeypatch):
-    monkeypatch.setattr("hessquant.pipeline.quantizing.quantize_blocks", lambda *_: pytest.fail("calibrates"))
+    monkeypatch.setattr("hessquant.pipeline.quantizing.quantize_segments", lambda *_: pytest.fail("calibrates"))
 
 
 @pytest.mark.parametrize(("damage", "pattern"), TABLE.values(), ids=TABLE)

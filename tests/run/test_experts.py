@@ -5,6 +5,7 @@ import pytest
 import torch
 from tests.problems import correlated_inputs
 
+from hessquant.capture.stops import stops_of
 from hessquant.config import Config
 from hessquant.core import gptq, hessian
 from hessquant.core.experts import pooled, shrink
@@ -12,7 +13,7 @@ from hessquant.core.factor import factorize
 from hessquant.core.hessian import HessianStatistics
 from hessquant.kernels.dispatch import kernels_for
 from hessquant.records import GridSpec, Location, Target
-from hessquant.run.degraded import degradations
+from hessquant.report.degraded import degradations
 from hessquant.run.solve import TargetSolver, matrix_at, put_back
 
 STEM = "model.layers.1.mlp.experts"
@@ -37,9 +38,10 @@ def solved(tokens, config=None):
         for number, (target, count) in enumerate(zip(targets, tokens, strict=True))
         if count
     }
-    solver = TargetSolver({target.name: target for target in targets}, config or Config(), lambda _: None)
     parameters = {f"{STEM}.down_proj": stack.clone()}
-    solver.solve_experts(parameters, [(target.name,) for target in targets], statistics)
+    solver = TargetSolver(targets, parameters, config or Config(), lambda _: None)
+    (stop,) = stops_of(targets)
+    solver.quantize(stop, statistics)
     return solver, parameters, stack
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tests.problems import correlated_inputs
 
+from hessquant.capture.stops import stops_of
 from hessquant.config import Config
 from hessquant.core import gptq, hessian
 from hessquant.core.factor import factorize
@@ -14,8 +15,8 @@ from hessquant.core.rank import effective_rank
 from hessquant.errors import NonFiniteError
 from hessquant.kernels import twin
 from hessquant.records import GridSpec, Location, Target
+from hessquant.report.degraded import degradations
 from hessquant.run import solve as solving
-from hessquant.run.degraded import degradations
 from hessquant.run.solve import TargetSolver
 
 
@@ -38,8 +39,9 @@ def statistics_of(inputs):
 
 def solve(parameters, targets, inputs, config=None):
     seen = []
-    solver = TargetSolver({t.name: t for t in targets}, config or Config(), seen.append)
-    solver.solve(parameters, tuple(parameters), statistics_of(inputs))
+    solver = TargetSolver(targets, parameters, config or Config(), seen.append)
+    (stop,) = stops_of(targets)
+    solver.quantize(stop, {stop.leader: statistics_of(inputs)})
     assert seen == solver.records
     return solver
 

@@ -1,1 +1,1 @@
-"""Text -> token windows; windows -> what each weight is multiplied with."""
+"""What the calibration is: text and samples of other inputs -> windows -> batches."""

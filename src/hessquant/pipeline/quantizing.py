@@ -18,19 +18,18 @@ from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.sidecars import refuse_sidecars
 from hessquant.config import Config
 from hessquant.files import held_bytes
-from hessquant.memory import peak_memory
+from hessquant.memory import map_large_blocks, peak_memory
 from hessquant.models.source import resolve
 from hessquant.models.stream import StreamedModel
-from hessquant.pipeline.blocks import Outcome, quantize_blocks
 from hessquant.pipeline.progress import SILENT
 from hessquant.pipeline.publishing import REPORTS, digest, is_complete, refuse_form, report_in, write_verified
 from hessquant.pipeline.windows import Calibration
 from hessquant.planning import plan as planning
 from hessquant.planning.size import TOKENS_PER_BATCH
 from hessquant.records import Plan
+from hessquant.report.degraded import degradations, text_degradations
 from hessquant.results import CalibrationRecord, Progress, RunReport
-from hessquant.run.degraded import degradations, text_degradations
-from hessquant.run.heap import map_large_blocks
+from hessquant.run.loop import Outcome, quantize_segments
 from hessquant.run.store import RunStore
 
 _FREE_OF_RESULT = ("activation_memory", "capture", "max_unquantized", "serve", "trust_remote_code")
@@ -107,9 +106,8 @@ def quantize(
             # While a shard is replaced by its like, both are there.
             needed = _bytes_to_write(plan) - held_bytes(out) - held_bytes(store.directory)
             refuse_output(out, run, needed + min(held_bytes(out), config.shard_bytes))
-            outcome = quantize_blocks(streamed, plan, batches, config, store, progress)
-            weights = store.weights(plan.targets)
-            result = QuantizedModel(reader, plan, weights, config, config, REPORTS, __version__)
+            outcome = quantize_segments(streamed, plan, batches, config, store, progress)
+            result = QuantizedModel(reader, plan, outcome.weights, config, config, REPORTS, __version__)
             written = write_verified(out, result, run, progress)
             report = _report(run, plan, config, calibrated, outcome, written.verified, clocks)
             written.complete(report)

@@ -1,1 +1,1 @@
-"""Carrying a run out: solving weights as their statistics come in, and keeping what was solved."""
+"""Carrying a run out: segment by segment, solving weights as their statistics come in, keeping what was solved."""

@@ -1,12 +1,13 @@
 """Statistics of inputs -> quantized weights, written back into the model as they are solved."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from hessquant.capture.stops import Stop
 from hessquant.config import Config
 from hessquant.core import gptq
 from hessquant.core.experts import pooled, shrink
@@ -21,112 +22,115 @@ from hessquant.records import Location, Target
 from hessquant.results import LayerRecord
 
 
-class TargetSolver:
-    """Solves targets one set of shared inputs at a time.
+@dataclass(frozen=True)
+class _Inputs:
+    """What is known of the inputs that some targets share.
 
     Attributes:
-        quantized: Solved weights by target name, in the order they were solved.
-        records: One record per solved weight, in the same order.
+        leader: The target that they are named after.
+        hessian: Their mean Hessian, [columns, columns].
+        tokens: Tokens that it saw, apart from the pool's.
+        pooled_share: Weight of all experts' common Hessian in it.
     """
 
-    def __init__(self, targets: Mapping[str, Target], config: Config, on_layer: Callable[[LayerRecord], None]) -> None:
-        self._targets, self._config, self._on_layer = targets, config, on_layer
+    leader: str
+    hessian: Tensor
+    tokens: int
+    pooled_share: float = 0.0
+
+
+class TargetSolver:
+    """Quantizes the targets of a segment, one stop at a time, and puts the quantized values into the model.
+
+    Attributes:
+        quantized: Quantized weights by target name, in the order they were solved.
+        records: One record per quantized weight, in the same order.
+
+    Args:
+        targets: What may be asked for.
+        parameters: The model's parameters by name; those that hold the targets are overwritten.
+        config: Settings.
+        on_layer: Told of every weight.
+    """
+
+    def __init__(
+        self,
+        targets: Iterable[Target],
+        parameters: Mapping[str, Tensor],
+        config: Config,
+        on_layer: Callable[[LayerRecord], None],
+    ) -> None:
+        self._targets = {target.name: target for target in targets}
+        self._parameters, self._config, self._on_layer = parameters, config, on_layer
         self.quantized: dict[str, QuantizedWeight] = {}
         self.records: list[LayerRecord] = []
 
-    def solve(self, parameters: Mapping[str, Tensor], members: tuple[str, ...], statistics: HessianStatistics) -> None:
-        """Quantize the weights that saw these inputs, and put the quantized values into the model.
+    def quantize(self, stop: Stop, statistics: Mapping[str, HessianStatistics]) -> None:
+        """Quantize a stop's members: by their own inputs and, as far as an expert's are few, by those of all.
 
         Args:
-            parameters: The model's parameters by name; those that hold the members are overwritten.
-            members: Targets with the same inputs; one Hessian and one factor serve all.
-            statistics: Of those inputs; their sum is overwritten by the mean, since both do not fit where one is large.
+            stop: What to quantize.
+            statistics: Of each group's inputs, by its leader; of an expert that no token was routed to there are none.
+                They are given up: a sum may be overwritten by the mean, since both do not fit where one is large.
 
         Raises:
-            NonFiniteError: If a weight or the Hessian is not finite.
-            FactorizationError: If the Hessian cannot be factored.
+            NonFiniteError: If a weight or a Hessian is not finite.
+            FactorizationError: If a Hessian cannot be factored.
             GridError: If a weight does not fit its grid.
         """
-        mean = hessian(statistics, out=statistics.sum)
-        self._solve(parameters, members, mean, statistics.token_count, 0.0)
+        if stop.module or not statistics:
+            self._quantize_experts([group.members for group in stop.groups], statistics)
+            return
+        (group,) = stop.groups
+        seen = statistics[group.leader]
+        self._quantize_alike(group.members, _Inputs(group.leader, hessian(seen, out=seen.sum), seen.token_count))
 
-    def solve_experts(
-        self,
-        parameters: Mapping[str, Tensor],
-        groups: Sequence[tuple[str, ...]],
-        statistics: Mapping[str, HessianStatistics],
-    ) -> None:
-        """Quantize the weights of all experts of a module, each by its own inputs and, as far as those are few, by all.
-
-        Args:
-            parameters: As `solve` takes them.
-            groups: Members with the same inputs; the first names the statistics.
-            statistics: By that name; an expert that no token was routed to has none.
-
-        Raises:
-            NonFiniteError: As `solve`.
-            FactorizationError: As `solve`.
-            GridError: As `solve`.
-        """
-        alike: dict[str, list[tuple[str, ...]]] = {}
+    def _quantize_experts(self, groups: Sequence[tuple[str, ...]], statistics: Mapping[str, HessianStatistics]) -> None:
+        stacks: dict[str, list[tuple[str, ...]]] = {}
         for members in groups:
-            alike.setdefault(self._targets[members[0]].locations[0].parameter, []).append(members)
-        for of_one_stack in alike.values():
-            seen = [statistics[members[0]] for members in of_one_stack if members[0] in statistics]
-            pool = pooled(seen, self._targets[of_one_stack[0][0]].columns)
+            stacks.setdefault(self._targets[members[0]].locations[0].parameter, []).append(members)
+        for of_one_stack in stacks.values():
+            reached = [statistics[members[0]] for members in of_one_stack if members[0] in statistics]
+            pool = pooled(reached, self._targets[of_one_stack[0][0]].columns)
             for members in of_one_stack:
                 own = statistics.get(members[0])
                 mean, share = shrink(own, pool)
-                self._solve(parameters, members, mean, 0 if own is None else own.token_count, share)
+                self._quantize_alike(members, _Inputs(members[0], mean, 0 if own is None else own.token_count, share))
 
-    def _solve(
-        self, parameters: Mapping[str, Tensor], members: tuple[str, ...], mean: Tensor, tokens: int, share: float
-    ) -> None:
-        name = members[0]
+    def _quantize_alike(self, members: Sequence[str], inputs: _Inputs) -> None:
+        """Quantize the targets that share some inputs; one factor serves all that are ordered alike."""
+        name = inputs.leader
         try:
-            for width, alike in self._by_width(members, len(mean)).items():
+            for width, ordered_alike in self._by_width(members, len(inputs.hessian)).items():
                 factor = factorize(
-                    mean,
+                    inputs.hessian,
                     damping=self._config.damping,
                     order=self._config.order,
                     group_width=width,
-                    dtype=torch.float64 if mean.dtype == torch.float64 else torch.float32,
+                    dtype=torch.promote_types(inputs.hessian.dtype, torch.float32),
                 )
-                for name in alike:
-                    self._solve_one(name, parameters, mean, factor, members[0], tokens, share)
+                for name in ordered_alike:
+                    self._quantize_one(self._targets[name], inputs, factor)
         except (FactorizationError, GridError, NonFiniteError) as error:
             raise type(error)(f"{name}: {error}") from error
 
-    def _by_width(self, members: tuple[str, ...], columns: int) -> dict[int, list[str]]:
+    def _by_width(self, members: Sequence[str], columns: int) -> dict[int, list[str]]:
         """Members by the group width that their column order depends on; one list where it depends on none."""
-        alike: dict[int, list[str]] = {}
+        by_width: dict[int, list[str]] = {}
         for name in members:
             ordered_by = name if self._config.order == "group" else members[0]
-            alike.setdefault(self._targets[ordered_by].grid.width(columns), []).append(name)
-        return alike
+            by_width.setdefault(self._targets[ordered_by].grid.width(columns), []).append(name)
+        return by_width
 
-    def _solve_one(
-        self,
-        name: str,
-        parameters: Mapping[str, Tensor],
-        mean: Tensor,
-        factor: Factor,
-        leader: str,
-        tokens: int,
-        share: float,
-    ) -> None:
+    def _quantize_one(self, target: Target, inputs: _Inputs, factor: Factor) -> None:
         started = time.perf_counter()
-        target = self._targets[name]
-        weight = matrix_at(parameters, target)
+        weight = matrix_at(self._parameters, target)
         kernels = kernels_for(weight.device, weight.numel())
-        solution = gptq.solve(weight, mean, factor, target.grid, self._config, kernels)
-        put_back(solution.weight, target, parameters)
-        self.quantized[name] = solution.weight
+        solution = gptq.solve(weight, inputs.hessian, factor, target.grid, self._config, kernels)
+        put_back(solution.weight, target, self._parameters)
+        self.quantized[target.name] = solution.weight
         seconds = time.perf_counter() - started
-        record = _record(target, leader, tokens, share, factor, solution, self._config.damping, seconds)
-        rank = effective_rank(factor, mean)
-        # Damping makes it an estimate from above; of these tokens alone there is no more than one each.
-        record = replace(record, effective_rank=rank if share else min(rank, tokens))
+        record = _record(target, inputs, factor, solution, self._config.damping, seconds)
         self.records.append(record)
         self._on_layer(record)
 
@@ -165,25 +169,19 @@ def _rows_of(matrix: Tensor, location: Location) -> Tensor:
 
 
 def _record(
-    target: Target,
-    leader: str,
-    tokens: int,
-    share: float,
-    factor: Factor,
-    solution: Solution,
-    damping: float,
-    seconds: float,
+    target: Target, inputs: _Inputs, factor: Factor, solution: Solution, damping: float, seconds: float
 ) -> LayerRecord:
+    rank = effective_rank(factor, inputs.hessian)
     return LayerRecord(
         name=target.name,
         rows=target.rows,
         columns=target.columns,
         bits=target.grid.bits,
         group_size=target.grid.group_size,
-        tokens=tokens,
-        shares_hessian_with=leader,
-        pooled_share=share,
-        method="rtn" if solution.fallback_rows == target.rows or not tokens else "gptq",
+        tokens=inputs.tokens,
+        shares_hessian_with=inputs.leader,
+        pooled_share=inputs.pooled_share,
+        method="rtn" if solution.fallback_rows == target.rows or not inputs.tokens else "gptq",
         loss=solution.loss,
         rtn_loss=solution.rtn_loss,
         output_energy=solution.output_energy,
@@ -197,4 +195,6 @@ def _record(
         zero_groups=solution.zero_groups,
         tiny_groups=solution.tiny_groups,
         seconds=seconds,
+        # Damping makes it an estimate from above; of these tokens alone there is no more than one each.
+        effective_rank=rank if inputs.pooled_share else min(rank, inputs.tokens),
     )

@@ -11,7 +11,7 @@ Every file appears by rename. A block counts as finished when its JSON file is t
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,12 +21,24 @@ from typing import Any, Self
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from hessquant.capture.segments import Segment
 from hessquant.core.grid import Grid, QuantizedWeight
 from hessquant.errors import CheckpointError, RunError
 from hessquant.files import HeldFile, replacing
 from hessquant.records import Target
 from hessquant.results import LayerRecord
-from hessquant.run.names import BLOCK, LOCK_FILE, PARTIAL, RUN_FILE, block_path, count_finished, foreign
+from hessquant.run.files import (
+    BLOCK,
+    LOCK_FILE,
+    PARTIAL,
+    RUN_FILE,
+    block_path,
+    count_finished,
+    digest_of,
+    foreign,
+    read_json,
+    sealed,
+)
 
 _PARTS = ("codes", "scales", "zeros")
 
@@ -88,11 +100,11 @@ class RunStore:
         """
         path = self.directory / RUN_FILE
         if path.exists():
-            found = _read_json(path) or {}
+            there = read_json(path) or {}
             differing = [
-                f"{name} ({found.get(name, 'not stated')} there, {identity.get(name, 'not stated')} here)"
-                for name in sorted(identity.keys() | found.keys())
-                if found.get(name) != identity.get(name)
+                f"{name} ({there.get(name, 'not stated')} there, {identity.get(name, 'not stated')} here)"
+                for name in sorted(identity.keys() | there.keys())
+                if there.get(name) != identity.get(name)
             ]
             if differing:
                 raise RunError(
@@ -123,25 +135,27 @@ class RunStore:
             "tensors_sha256": hashlib.sha256(content).hexdigest(),
         }
         self._write(
-            block_path(self.directory, index, "json"), (json.dumps(_sealed(described), indent=1) + "\n").encode()
+            block_path(self.directory, index, "json"), (json.dumps(sealed(described), indent=1) + "\n").encode()
         )
 
     def read(self, index: int) -> FinishedBlock | None:
         """A block that was finished, by this process or an earlier one; None if there is none or it is damaged."""
-        described = _read_json(block_path(self.directory, index, "json"))
-        if described is None or described != _sealed(described):
+        described = read_json(block_path(self.directory, index, "json"))
+        if described is None or described != sealed(described):
             return None
         try:
-            content_digest = _digest_of(block_path(self.directory, index, "safetensors"))
+            content_digest = digest_of(block_path(self.directory, index, "safetensors"))
         except OSError:
             return None
         if content_digest != described["tensors_sha256"]:
             return None
         return FinishedBlock(tuple(LayerRecord(**record) for record in described["records"]), described["forwards"])
 
-    def weights(self, targets: Sequence[Target]) -> "StoredWeights":
-        """The weights of finished blocks, read as they are asked for."""
-        return StoredWeights(self.directory, targets)
+    def weights(self, segments: Iterable[Segment[Any]]) -> "StoredWeights":
+        """The weights of finished segments, read as they are asked for."""
+        return StoredWeights(
+            self.directory, {target.name: (segment.index, target) for segment in segments for target in segment.targets}
+        )
 
     def finished_blocks(self) -> int:
         """Blocks that are here, sound or not."""
@@ -185,9 +199,8 @@ class RunStore:
 class StoredWeights(Mapping[str, QuantizedWeight]):
     """Quantized weights by target name, each read from the run directory when it is asked for."""
 
-    def __init__(self, directory: Path, targets: Sequence[Target]) -> None:
-        self._directory = directory
-        self._targets = {target.name: target for target in targets}
+    def __init__(self, directory: Path, kept: Mapping[str, tuple[int, Target]]) -> None:
+        self._directory, self._kept = directory, kept
 
     def __getitem__(self, name: str) -> QuantizedWeight:
         """One weight.
@@ -195,8 +208,8 @@ class StoredWeights(Mapping[str, QuantizedWeight]):
         Raises:
             CheckpointError: If its file cannot be read.
         """
-        target = self._targets[name]
-        path = block_path(self._directory, target.block, "safetensors")
+        index, target = self._kept[name]
+        path = block_path(self._directory, index, "safetensors")
         try:
             with safe_open(path, framework="pt", backend="pread") as file:
                 codes, scales, zeros = (file.get_tensor(f"{name}.{part}") for part in _PARTS)
@@ -205,28 +218,7 @@ class StoredWeights(Mapping[str, QuantizedWeight]):
         return QuantizedWeight(codes, Grid(target.grid, scales, zeros))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._targets)
+        return iter(self._kept)
 
     def __len__(self) -> int:
-        return len(self._targets)
-
-
-def _sealed(described: Mapping[str, Any]) -> dict[str, Any]:
-    """The description with a checksum of itself."""
-    content = {name: value for name, value in described.items() if name != "sha256"}
-    text = json.dumps(content, sort_keys=True)
-    return {**content, "sha256": hashlib.sha256(text.encode()).hexdigest()}
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object; None if the file is missing, damaged, or holds something else."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _digest_of(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        return len(self._kept)

@@ -64,29 +64,28 @@ def stops_of(targets: Sequence[Target], *, weighted: bool = False) -> tuple[Stop
         weighted: Whether tokens count as often as attention reads them, where its inputs are made. Weights beside the
             attention that see the same tensor then have a Hessian of their own.
     """
-    members: dict[tuple[str, bool], list[Target]] = {}
+    alike: dict[tuple[str, bool], list[Target]] = {}
     for target in targets:
-        members.setdefault((target.shares_input_with, weighted and target.feeds_attention), []).append(target)
-    found: dict[str, list[list[Target]]] = {}
-    for group in members.values():
-        found.setdefault(group[0].module or group[0].name, []).append(group)
-    return tuple(
-        Stop(
-            tuple(
-                InputGroup(
-                    tuple(target.name for target in group),
-                    tuple(
-                        dict.fromkeys(
-                            (location.parameter, location.piece) for target in group for location in target.locations
-                        )
-                    ),
-                    weighted and group[0].feeds_attention,
-                )
-                for group in groups
-            ),
-            groups[0][0].module,
-            max(target.calls for group in groups for target in group),
-            any(target.may_be_skipped for group in groups for target in group),
+        alike.setdefault((target.shares_input_with, weighted and target.feeds_attention), []).append(target)
+    together: dict[str, list[InputGroup]] = {}
+    for members in alike.values():
+        keys = dict.fromkeys(
+            (location.parameter, location.piece) for target in members for location in target.locations
         )
-        for groups in found.values()
-    )
+        group = InputGroup(
+            tuple(target.name for target in members), tuple(keys), weighted and members[0].feeds_attention
+        )
+        together.setdefault(members[0].module or members[0].name, []).append(group)
+    by_name = {target.name: target for target in targets}
+    stops = []
+    for groups in together.values():
+        members = [by_name[name] for group in groups for name in group.members]
+        stops.append(
+            Stop(
+                tuple(groups),
+                members[0].module,
+                max(target.calls for target in members),
+                any(target.may_be_skipped for target in members),
+            )
+        )
+    return tuple(stops)

@@ -1,4 +1,4 @@
-"""What both ways of running a block share: adding inputs to the statistics of their stops."""
+"""What both ways of running a segment share: adding inputs to the statistics of their stops."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -8,17 +8,17 @@ import torch
 from greenlet import getcurrent
 from torch import Tensor, nn
 
-from hessquant.calibration.prelude import BatchRun
-from hessquant.calibration.stops import InputGroup, Key, Stop
-from hessquant.calibration.weighting import weights_for
+from hessquant.capture.prelude import Tokens
+from hessquant.capture.segments import B, Segment
+from hessquant.capture.stops import InputGroup, Key, Stop
 from hessquant.core import hessian
-from hessquant.core.hessian import HessianStatistics
+from hessquant.core.hessian import HessianStatistics, first_token_weights
 from hessquant.errors import CaptureError, NonFiniteError
 from hessquant.models.routing import through_every_expert
 from hessquant.models.watch import Product, Watch
 
-SolveStop = Callable[[Stop, Mapping[str, HessianStatistics]], None]
-"""Quantize a stop's members in place, given the statistics of each group's inputs by its leader."""
+QuantizeStop = Callable[[Stop, Mapping[str, HessianStatistics]], None]
+"""Quantizes a stop's members in place, given the statistics of each group's inputs by its leader."""
 
 
 class Collector:
@@ -26,7 +26,7 @@ class Collector:
 
     Attributes:
         stops: All stops of the block, in the order that the forward pass reaches them.
-        solved: Those that are solved.
+        quantized: Leaders of those that are quantized.
 
     Args:
         stops: The stops.
@@ -35,7 +35,7 @@ class Collector:
 
     def __init__(self, stops: tuple[Stop, ...], *, every_expert: bool = False) -> None:
         self.stops = stops
-        self.solved: set[str] = set()
+        self.quantized: set[str] = set()
         self._every_expert = every_expert
         self._stop_of: dict[str, Stop] = {}
         self._group_of: dict[Key, InputGroup] = {}
@@ -49,7 +49,7 @@ class Collector:
         self._modules: dict[str, nn.Module] = {}
 
     def stop_at(self, product: Product) -> Stop | None:
-        """The stop that a product belongs to, solved or not.
+        """The stop that a product belongs to, quantized or not.
 
         Raises:
             CaptureError: If it is not with a whole matrix, which the plan did not see.
@@ -60,22 +60,22 @@ class Collector:
         return stop
 
     @contextmanager
-    def noting_calls(self, block: nn.Module, name: str) -> Iterator[None]:
+    def noting_calls(self, module: nn.Module, name: str) -> Iterator[None]:
         """Inside, what modules with stacked experts are called with is noted, so that they can be run once more.
 
         Args:
-            block: The block that is run.
-            name: Its name; empty for the whole model.
+            module: What is run.
+            name: Its name; empty for the model.
         """
         hooks = []
         for stop in self.stops:
             if stop.module:
-                module = self._modules[stop.module] = block.get_submodule(stop.module.removeprefix(f"{name}."))
+                owner = self._modules[stop.module] = module.get_submodule(stop.module.removeprefix(f"{name}."))
 
                 def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], at: str = stop.module) -> None:
                     self._module_calls[getcurrent(), at] = args, kwargs
 
-                hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
+                hooks.append(owner.register_forward_pre_hook(note, with_kwargs=True))
         try:
             yield
         finally:
@@ -83,7 +83,7 @@ class Collector:
                 hook.remove()
             self._module_calls.clear()
 
-    def collect(self, stop: Stop, product: Product, batch: BatchRun, parameters: Mapping[str, Tensor]) -> None:
+    def collect(self, stop: Stop, product: Product, batch: Tokens, parameters: Mapping[str, Tensor]) -> None:
         """Add the inputs of one batch at a stop that it has just reached.
 
         Raises:
@@ -104,7 +104,7 @@ class Collector:
         with torch.no_grad(), Watch(parameters, observe):
             self._modules[stop.module].forward(*args, **kwargs)
 
-    def add(self, product: Product, batch: BatchRun) -> None:
+    def add(self, product: Product, batch: Tokens) -> None:
         """Add one product's inputs to the statistics of its group, if it is the group's first matrix.
 
         Raises:
@@ -119,25 +119,25 @@ class Collector:
                 # Where all matrices of a stack are multiplied at once, tokens of other experts are rows of zeros.
                 rows = rows[rows.any(dim=1)]
             statistics = self._statistics.get(group.leader) or HessianStatistics.empty(
-                rows.shape[1], torch.float64 if rows.dtype == torch.float64 else torch.float32
+                rows.shape[1], torch.promote_types(rows.dtype, torch.float32), rows.device
             )
-            weights = weights_for(inputs, len(batch.windows), batch.tokens) if group.weighted else None
+            weights = weights_for(inputs, batch) if group.weighted else None
             try:
                 self._statistics[group.leader] = hessian.add(statistics, rows, weights, out=statistics.sum)
             except NonFiniteError as error:
                 raise _named(error, group.leader, rows, batch) from error
 
     def take(self, stop: Stop) -> dict[str, HessianStatistics]:
-        """Give up a stop's statistics by the leader of each group, and count it as solved.
+        """Give up a stop's statistics by the leader of each group, and count it as quantized.
 
         Raises:
             CaptureError: If no batch has reached it.
         """
-        found = {group.leader: self._statistics.pop(group.leader, None) for group in stop.groups}
-        reached = {leader: statistics for leader, statistics in found.items() if statistics is not None}
-        if not stop.may_be_skipped and (not reached or (len(reached) < len(found) and not stop.module)):
+        leaders = [group.leader for group in stop.groups]
+        reached = {leader: self._statistics.pop(leader) for leader in leaders if leader in self._statistics}
+        if not stop.may_be_skipped and (not reached or (len(reached) < len(leaders) and not stop.module)):
             raise CaptureError(f"no calibration token reached {stop.leader}; the forward pass did not go as planned")
-        self.solved.add(stop.leader)
+        self.quantized.add(stop.leader)
         return reached
 
 
@@ -146,7 +146,7 @@ class _Reached(Exception):
 
 
 def collect_until(
-    stop: Stop, collector: Collector, batch: BatchRun, parameters: Mapping[str, Tensor], run: Callable[[], object]
+    stop: Stop, collector: Collector, batch: Tokens, parameters: Mapping[str, Tensor], run: Callable[[], object]
 ) -> None:
     """Run as far as a stop, and add the inputs of one batch there."""
 
@@ -159,16 +159,16 @@ def collect_until(
         run()
 
 
-def solve_looped(
+def quantize_looped(
+    segment: Segment[B],
+    batches: Sequence[B],
     collector: Collector,
-    batches: Sequence[BatchRun],
     parameters: Mapping[str, Tensor],
-    run: Callable[[BatchRun], object],
-    solve: SolveStop,
+    quantize: QuantizeStop,
 ) -> int:
     """Quantize the matrices that a forward pass comes back to, from the inputs of all their calls.
 
-    No pass may wait at such a matrix, so one pass collects, before any weight of the block is changed.
+    No pass may wait at such a matrix, so one pass collects, before any weight of the segment is changed.
 
     Returns:
         Forward passes per window that it took.
@@ -176,15 +176,15 @@ def solve_looped(
     looped = [stop for stop in collector.stops if stop.is_looped]
     for batch in batches if looped else ():
 
-        def observe(product: Product, batch: BatchRun = batch) -> None:
+        def observe(product: Product, batch: B = batch) -> None:
             stop = collector.stop_at(product)
             if stop is not None and stop.is_looped:
                 collector.add(product, batch)
 
         with torch.no_grad(), Watch(parameters, observe):
-            run(batch)
+            segment.run(batch)
     for stop in looped:
-        solve(stop, collector.take(stop))
+        quantize(stop, collector.take(stop))
     return 1 if looped else 0
 
 
@@ -219,6 +219,25 @@ class SameInputs:
             del self._sources[stop.leader], self._followers[stop.leader]
 
 
+def weights_for(inputs: Tensor, batch: Tokens) -> Tensor | None:
+    """What each token counts in the Hessian of weights that feed attention, for the tokens that `inputs` hold.
+
+    Args:
+        inputs: What a weight is multiplied with: [windows, length, columns], or the same flattened to two dimensions.
+        batch: The batch that they are of; its windows are all of one length.
+
+    Returns:
+        [tokens]; None = all alike, where it is not known which token a row belongs to.
+    """
+    windows = len(batch.windows)
+    if inputs.ndim == 3 and len(inputs) == windows:
+        return first_token_weights(windows, inputs.shape[1], inputs.device)
+    if inputs.ndim == 2 and len(inputs) == batch.tokens:
+        return first_token_weights(windows, batch.tokens // windows, inputs.device)
+    # Tokens were chosen, repeated or ordered otherwise.
+    return None
+
+
 def _pieces(product: Product) -> Iterator[tuple[int, Tensor]]:
     """Inputs of each matrix that a product multiplies."""
     if product.piece is not None:
@@ -227,7 +246,7 @@ def _pieces(product: Product) -> Iterator[tuple[int, Tensor]]:
         yield from enumerate(product.inputs)
 
 
-def _named(error: NonFiniteError, name: str, rows: Tensor, batch: BatchRun) -> NonFiniteError:
+def _named(error: NonFiniteError, name: str, rows: Tensor, batch: Tokens) -> NonFiniteError:
     token, channel = error.place or (0, 0)
     per_window = len(rows) // len(batch.windows)
     if len(rows) == batch.tokens:

@@ -3,7 +3,7 @@ import errno
 import pytest
 import torch
 
-from hessquant.calibration.activations import ActivationStore
+from hessquant.capture.activations import ActivationStore
 from hessquant.errors import CaptureError
 
 

@@ -4,17 +4,19 @@ import pytest
 import torch
 from torch import nn
 
-from hessquant.calibration.collect import Collector
-from hessquant.calibration.forward_once import run_block_once
-from hessquant.calibration.passes import run_block_in_passes
-from hessquant.calibration.prelude import BatchState
-from hessquant.calibration.stops import InputGroup, Stop
+from hessquant.calibration.batches import Batch
+from hessquant.capture import segments
+from hessquant.capture.collect import Collector
+from hessquant.capture.once import run_once
+from hessquant.capture.passes import run_in_passes
+from hessquant.capture.prelude import BatchState
+from hessquant.capture.stops import InputGroup, Stop
 from hessquant.core.hessian import hessian
 from hessquant.errors import CaptureError
 from hessquant.models.stand_ins import BlockArguments
 from hessquant.models.watch import Product
 
-RUNS = pytest.mark.parametrize("run_block", [run_block_once, run_block_in_passes])
+RUNS = pytest.mark.parametrize("run_segment", [run_once, run_in_passes])
 HIDDEN, INNER, EXPERTS, CHOSEN = 64, 32, 4, 2
 
 
@@ -79,7 +81,7 @@ def batches(count=5, length=12):
     generator = torch.Generator().manual_seed(3)
     nothing = (BlockArguments((), {}, False),)
     return [
-        BatchState(torch.randn(2, length, HIDDEN, generator=generator), nothing, (2 * n, 2 * n + 1))
+        BatchState(Batch({}, (2 * n, 2 * n + 1)), torch.randn(2, length, HIDDEN, generator=generator), nothing)
         for n in range(count)
     ]
 
@@ -97,12 +99,12 @@ class Halving:
             self.parameters[name].mul_(0.5)
 
 
-def run(run_block, block, states, **settings):
+def run(run_segment, block, states, **settings):
     block.requires_grad_(False)
     solver = Halving(dict(block.named_parameters()))
     collector = Collector((expert_stop(), LAST), **settings)
     with collector.noting_calls(block, ""):
-        run_block(block, 0, states, collector, solver.parameters, solver)
+        run_segment(segments.Block(0, "", block, (), ()), states, collector, solver.parameters, solver)
     return solver
 
 
@@ -129,11 +131,11 @@ def routed_inputs(block, states):
 
 @RUNS
 @pytest.mark.parametrize("transposed", [False, True])
-def test_each_expert_sees_the_tokens_routed_to_it_on_its_input_axis(run_block, transposed):
+def test_each_expert_sees_the_tokens_routed_to_it_on_its_input_axis(run_segment, transposed):
     block, states = Block(transposed), batches()
     with torch.no_grad():
         expected = routed_inputs(block, states)
-    solver = run(run_block, block, states)
+    solver = run(run_segment, block, states)
     for key, inputs in expected.items():
         assert solver.tokens[key] == len(inputs)
         torch.testing.assert_close(solver.hessians[key].double(), inputs.T @ inputs / len(inputs), rtol=1e-4, atol=1e-6)
@@ -142,21 +144,21 @@ def test_each_expert_sees_the_tokens_routed_to_it_on_its_input_axis(run_block, t
 
 
 def test_both_layouts_and_both_ways_of_running_give_one_result():
-    first, first_states = run(run_block_once, Block(), batches()), batches()
-    for run_block in (run_block_once, run_block_in_passes):
+    first, first_states = run(run_once, Block(), batches()), batches()
+    for run_segment in (run_once, run_in_passes):
         for transposed in (False, True):
             states = batches()
-            solver = run(run_block, Block(transposed), states)
+            solver = run(run_segment, Block(transposed), states)
             for key, found in first.hessians.items():
                 torch.testing.assert_close(solver.hessians[key], found, rtol=1e-5, atol=1e-6)
     assert len(first_states) == 5
 
 
 @RUNS
-def test_what_comes_after_the_experts_sees_the_quantized_ones(run_block):
+def test_what_comes_after_the_experts_sees_the_quantized_ones(run_segment):
     block, states = Block(), batches()
     before = torch.cat([state.hidden.flatten(0, 1) for state in states])
-    solver = run(run_block, block, states)
+    solver = run(run_segment, block, states)
     with torch.no_grad():
         # The solver halved the experts; the router is as it was.
         inputs = (before + block.experts(before, *block.route(before))).double()
@@ -165,10 +167,10 @@ def test_what_comes_after_the_experts_sees_the_quantized_ones(run_block):
 
 
 @RUNS
-def test_all_experts_can_be_fitted_to_all_tokens_while_outputs_stay_routed(run_block):
+def test_all_experts_can_be_fitted_to_all_tokens_while_outputs_stay_routed(run_segment):
     routed, states = batches(), batches()
-    run(run_block, Block(), routed)
-    solver = run(run_block, Block(), states, every_expert=True)
+    run(run_segment, Block(), routed)
+    solver = run(run_segment, Block(), states, every_expert=True)
     assert set(solver.tokens.values()) == {5 * 2 * 12}
     first = solver.hessians["gate_up_proj.0"]
     assert all(torch.equal(solver.hessians[f"gate_up_proj.{e}"], first) for e in range(EXPERTS))
@@ -186,14 +188,14 @@ def test_experts_that_choose_their_tokens_themselves_cannot_see_all():
     block.experts.owner = [block]
     block.forward = lambda hidden: block.last(block.experts(hidden.flatten(0, 1)).view_as(hidden))
     with pytest.raises(CaptureError, match="experts chooses its experts itself"):
-        run(run_block_once, block, batches(), every_expert=True)
+        run(run_once, block, batches(), every_expert=True)
 
 
 @RUNS
-def test_an_expert_that_no_token_reaches_has_no_statistics(run_block):
+def test_an_expert_that_no_token_reaches_has_no_statistics(run_segment):
     block = Block()
     block.route = lambda flat: (torch.zeros(len(flat), 1, dtype=torch.long), torch.ones(len(flat), 1))
-    solver = run(run_block, block, batches())
+    solver = run(run_segment, block, batches())
     assert set(solver.tokens) == {"gate_up_proj.0", "down_proj.0", "last.weight"}
 
 
@@ -204,6 +206,6 @@ def test_where_all_experts_are_multiplied_at_once_rows_of_zeros_are_no_tokens():
     inputs = torch.ones(2, 5, 8)
     inputs[0, 2:] = 0
     product = Product("w", inputs, inputs, 4, 8, True, len(stack), None)
-    collector.add(product, BatchState(torch.zeros(1, 5, 8), (), (0,)))
+    collector.add(product, BatchState(Batch({}, (0,)), torch.zeros(1, 5, 8), ()))
     found = collector.take(collector.stops[0])
     assert {leader: statistics.token_count for leader, statistics in found.items()} == {"w.0": 2, "w.1": 5}

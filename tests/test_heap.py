@@ -8,7 +8,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 import torch
-from hessquant.run.heap import map_large_blocks
+from hessquant.memory import map_large_blocks
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

@@ -41,8 +41,8 @@ def run_batch(model: nn.Module, batch: Batch) -> Any:
         ) from error
 
 
-class BatchRun(Protocol):
-    """One batch as it goes through a block, or through the whole model."""
+class Tokens(Protocol):
+    """What a batch must tell whoever collects from it."""
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -52,60 +52,20 @@ class BatchRun(Protocol):
     def tokens(self) -> int:
         """Tokens in the batch."""
 
-    def run(self, index: int, block: nn.Module) -> object:
-        """Run one block; nothing is kept."""
-
-    def advance(self, index: int, block: nn.Module) -> None:
-        """Run one block, and be ready for the next."""
-
 
 @dataclass
 class BatchState:
     """One batch on its way through the blocks.
 
     Attributes:
+        batch: The model's inputs.
         hidden: Hidden state that enters the next block, [windows, length, hidden]; overwritten block by block.
         arguments: The other arguments, per block.
-        windows: Index of each window among all.
-    """
-
-    hidden: Tensor
-    arguments: tuple[BlockArguments, ...]
-    windows: tuple[int, ...]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens in the batch."""
-        return self.hidden.shape[:-1].numel()
-
-    def run(self, index: int, block: nn.Module) -> Tensor:
-        """Run one block on the hidden state, which stays as it is."""
-        return self.arguments[index].call(block, self.hidden)
-
-    def advance(self, index: int, block: nn.Module) -> None:
-        """Run one block, and put the hidden state that it returns in the place of the one that went in.
-
-        Raises:
-            CaptureError: If it returns another shape.
-        """
-        output = self.run(index, block)
-        if output.shape != self.hidden.shape:
-            raise CaptureError(
-                f"block {index} ({type(block).__name__}) turns a hidden state {list(self.hidden.shape)} into "
-                f"{list(output.shape)}"
-            )
-        self.hidden.copy_(output)
-
-
-@dataclass(frozen=True)
-class WholePass:
-    """One batch that goes through the whole model at once.
-
-    Attributes:
-        batch: The model's inputs.
     """
 
     batch: Batch
+    hidden: Tensor
+    arguments: tuple[BlockArguments, ...]
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -115,15 +75,7 @@ class WholePass:
     @property
     def tokens(self) -> int:
         """Tokens in the batch."""
-        return self.batch.tokens
-
-    def run(self, index: int, block: nn.Module) -> object:
-        """Run the model, which is the one block there is."""
-        return run_batch(block, self.batch)
-
-    def advance(self, index: int, block: nn.Module) -> None:
-        """Run the model; nothing comes after it."""
-        self.run(index, block)
+        return self.hidden.shape[:-1].numel()
 
 
 def record_arguments(
@@ -150,7 +102,7 @@ def record_arguments(
         with torch.no_grad():
             calls = record_calls(model, blocks, returns_tuple, partial(run_batch, model, batch))
         arguments = tuple(interned.arguments(arguments) for _, arguments in calls)
-        states.append(BatchState(keep(calls[0][0]), arguments, batch.windows))
+        states.append(BatchState(batch, keep(calls[0][0]), arguments))
     return states
 
 

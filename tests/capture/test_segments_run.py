@@ -9,18 +9,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from hessquant.calibration.batches import batches_of
-from hessquant.calibration.collect import Collector
-from hessquant.calibration.forward_once import run_block_once
-from hessquant.calibration.passes import run_block_in_passes
-from hessquant.calibration.prelude import BatchState, BlockArguments, record_arguments
-from hessquant.calibration.stops import InputGroup, Stop, stops_of
+from hessquant.calibration.batches import Batch, batches_of
+from hessquant.capture.collect import Collector
+from hessquant.capture.once import run_once
+from hessquant.capture.passes import run_in_passes
+from hessquant.capture.prelude import BatchState, BlockArguments, record_arguments
+from hessquant.capture.segments import Block
+from hessquant.capture.stops import InputGroup, Stop, stops_of
 from hessquant.core.hessian import hessian
 from hessquant.errors import CaptureError, NonFiniteError
 from hessquant.models.watch import Product
 from hessquant.records import GridSpec, Location, Target, TokenWindow
 
-RUNS = pytest.mark.parametrize("run_block", [run_block_once, run_block_in_passes])
+RUNS = pytest.mark.parametrize("run", [run_once, run_in_passes])
 BLOCK = "model.layers.0"
 LLAMA_STOPS = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -66,6 +67,10 @@ def stops(block=BLOCK, weighted=True):
     return tuple(stop_at(*names, weighted=weighted and names is named[0]) for names in named)
 
 
+def segment(block):
+    return Block(0, BLOCK, block, (), ())
+
+
 class Halving:
     """Stands in for the solver: notes the Hessian and halves the weights, so that later inputs change."""
 
@@ -79,10 +84,10 @@ class Halving:
             self.parameters[name].mul_(0.5)
 
 
-def collect(run_block, model, windows, weighted=True):
+def collect(run, model, windows, weighted=True):
     states = states_of(model, windows)
     solver = Halving(dict(model.named_parameters()))
-    run_block(model.get_submodule(BLOCK), 0, states, Collector(stops(weighted=weighted)), solver.parameters, solver)
+    run(segment(model.get_submodule(BLOCK)), states, Collector(stops(weighted=weighted)), solver.parameters, solver)
     return solver, states
 
 
@@ -109,11 +114,11 @@ def reference_hessians(model, windows, weighted):
 
 @RUNS
 @pytest.mark.parametrize("weighted", [False, True], ids=["uniform", "attention"])
-def test_hessians_are_those_of_a_full_pass_per_stop_with_hooks(run_block, weighted):
+def test_hessians_are_those_of_a_full_pass_per_stop_with_hooks(run, weighted):
     windows = some_windows()
     with torch.no_grad():
         expected = reference_hessians(llama(), windows, weighted)
-    solver, _ = collect(run_block, llama(), windows, weighted)
+    solver, _ = collect(run, llama(), windows, weighted)
     assert list(solver.hessians) == [stop.leader for stop in stops()]
     for name, value in expected.items():
         torch.testing.assert_close(solver.hessians[name].double(), value, rtol=1e-4, atol=1e-6)
@@ -148,8 +153,8 @@ def test_an_mlp_beside_the_attention_keeps_a_hessian_of_its_own():
 
 
 def test_once_and_passes_agree_to_the_bit():
-    once, once_states = collect(run_block_once, llama(), some_windows())
-    passes, passes_states = collect(run_block_in_passes, llama(), some_windows())
+    once, once_states = collect(run_once, llama(), some_windows())
+    passes, passes_states = collect(run_in_passes, llama(), some_windows())
     for name, value in once.hessians.items():
         assert torch.equal(value, passes.hessians[name])
     for first, second in zip(once_states, passes_states, strict=True):
@@ -157,10 +162,10 @@ def test_once_and_passes_agree_to_the_bit():
 
 
 @RUNS
-def test_outputs_are_those_of_the_quantized_block(run_block):
+def test_outputs_are_those_of_the_quantized_block(run):
     model, windows = llama(), some_windows()
     before = states_of(model, windows)
-    _, states = collect(run_block, model, windows)
+    _, states = collect(run, model, windows)
     for state, old in zip(states, before, strict=True):
         expected = model.get_submodule(BLOCK)(old.hidden, **old.arguments[0].kwargs)
         assert torch.equal(state.hidden, expected)
@@ -190,11 +195,11 @@ def test_each_window_runs_once_and_the_count_says_so():
     block.register_forward_pre_hook(lambda _, args: calls.append(args[0].shape[0]))
     states = states_of(model, some_windows())
     solver = Halving(dict(model.named_parameters()))
-    forwards = run_block_once(block, 0, states, Collector(stops()), solver.parameters, solver)
+    forwards = run_once(segment(block), states, Collector(stops()), solver.parameters, solver)
     assert sum(calls) == 6 * forwards == 6
     calls.clear()
-    forwards = run_block_in_passes(
-        block, 0, states_of(model, some_windows()), Collector(stops()), solver.parameters, solver
+    forwards = run_in_passes(
+        segment(block), states_of(model, some_windows()), Collector(stops()), solver.parameters, solver
     )
     assert sum(calls) == 6 * forwards == 30
 
@@ -207,7 +212,7 @@ def test_windows_of_any_length_are_never_padded_and_every_token_counts_once():
         model = llama()
         states = states_of(model, windows, tokens_per_batch)
         solver = Halving(dict(model.named_parameters()))
-        run_block_once(model.get_submodule(BLOCK), 0, states, Collector(stops()), solver.parameters, solver)
+        run_once(segment(model.get_submodule(BLOCK)), states, Collector(stops()), solver.parameters, solver)
         together[tokens_per_batch] = solver
     for solver in together.values():
         assert set(solver.tokens.values()) == {5 + 17 + 33 + 64 + 17 + 5}
@@ -225,7 +230,7 @@ def test_batches_hold_windows_of_one_length_and_all_of_them():
 
 @RUNS
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_one_bad_window_is_named_with_its_layer_and_channel(run_block, bad):
+def test_one_bad_window_is_named_with_its_layer_and_channel(run, bad):
     # CASES A1: sample 7 of 16.
     model = llama()
     states = states_of(model, some_windows((32,) * 16), tokens_per_batch=96)
@@ -233,7 +238,7 @@ def test_one_bad_window_is_named_with_its_layer_and_channel(run_block, bad):
     state.hidden[state.windows.index(7), 5, 3] = bad
     solver = Halving(dict(model.named_parameters()))
     with pytest.raises(NonFiniteError, match=r"q_proj\.weight: the input is nan in calibration window 7, token 5") as e:
-        run_block(model.get_submodule(BLOCK), 0, states, Collector(stops()), solver.parameters, solver)
+        run(segment(model.get_submodule(BLOCK)), states, Collector(stops()), solver.parameters, solver)
     assert "channel" in str(e.value)
     assert "damping does not help" in str(e.value)
     assert not solver.hessians
@@ -257,38 +262,44 @@ class Routed(torch.nn.Module):
 
 def routed_states(signs):
     nothing = (BlockArguments((), {}, False),)
-    return [BatchState(torch.full((1, 3, 4), float(sign)), nothing, (index,)) for index, sign in enumerate(signs)]
+    return [
+        BatchState(Batch({}, (index,)), torch.full((1, 3, 4), float(sign)), nothing) for index, sign in enumerate(signs)
+    ]
 
 
 @RUNS
-def test_a_batch_that_skips_a_weight_does_not_hold_up_the_others(run_block):
+def test_a_batch_that_skips_a_weight_does_not_hold_up_the_others(run):
     torch.manual_seed(0)
     block = Routed().requires_grad_(False)
     block.first.weight.zero_()
     stops = tuple(stop_at(f"{name}.weight") for name in ("first", "rare", "last"))
     solver = Halving(dict(block.named_parameters()))
-    run_block(block, 0, routed_states([1, -1, 2]), Collector(stops), solver.parameters, solver)
+    run(segment(block), routed_states([1, -1, 2]), Collector(stops), solver.parameters, solver)
     assert solver.tokens == {"first.weight": 9, "rare.weight": 6, "last.weight": 9}
 
 
 @RUNS
-def test_a_weight_that_no_batch_reaches_is_an_error_that_names_it(run_block):
+def test_a_weight_that_no_batch_reaches_is_an_error_that_names_it(run):
     block = Routed().requires_grad_(False)
     block.first.weight.zero_()
     stops = tuple(stop_at(f"{name}.weight") for name in ("first", "rare", "last"))
     solver = Halving(dict(block.named_parameters()))
     with pytest.raises(CaptureError, match=r"rare\.weight"):
-        run_block(block, 0, routed_states([-1, -2]), Collector(stops), solver.parameters, solver)
+        run(segment(block), routed_states([-1, -2]), Collector(stops), solver.parameters, solver)
 
 
 @RUNS
-def test_weights_planned_to_share_inputs_that_do_not_are_an_error(run_block):
+def test_weights_planned_to_share_inputs_that_do_not_are_an_error(run):
     model = llama()
     wrong = (stop_at(f"{BLOCK}.self_attn.q_proj.weight", f"{BLOCK}.mlp.up_proj.weight"),)
     solver = Halving(dict(model.named_parameters()))
     with pytest.raises(CaptureError, match=r"up_proj\.weight was planned to see the same inputs"):
-        run_block(
-            model.get_submodule(BLOCK), 0, states_of(model, some_windows()), Collector(wrong), solver.parameters, solver
+        run(
+            segment(model.get_submodule(BLOCK)),
+            states_of(model, some_windows()),
+            Collector(wrong),
+            solver.parameters,
+            solver,
         )
 
 
@@ -299,16 +310,15 @@ def test_an_error_in_the_solver_ends_every_batch_and_leaves_torch_usable():
         raise RuntimeError("solver")
 
     with pytest.raises(RuntimeError, match="solver"):
-        run_block_once(
-            model.get_submodule(BLOCK),
-            0,
+        run_once(
+            segment(model.get_submodule(BLOCK)),
             states_of(model, some_windows()),
             Collector(stops()),
             dict(model.named_parameters()),
             fail,
         )
     assert torch.overrides._get_current_function_mode_stack() == []
-    solver, _ = collect(run_block_once, llama(), some_windows())
+    solver, _ = collect(run_once, llama(), some_windows())
     assert len(solver.hessians) == 4
 
 
@@ -333,7 +343,7 @@ def test_a_finished_block_keeps_no_activations_alive():
         module = model.get_submodule(f"{BLOCK}.mlp.down_proj")
         module.register_forward_pre_hook(lambda _, args: alive.append(weakref.ref(args[0])))
         solver = Halving(dict(model.named_parameters()))
-        run_block_once(model.get_submodule(BLOCK), 0, states, Collector(stops()), solver.parameters, solver)
+        run_once(segment(model.get_submodule(BLOCK)), states, Collector(stops()), solver.parameters, solver)
         assert len(alive) == len(states)
         assert [reference() for reference in alive] == [None] * len(alive)
     finally:
@@ -358,7 +368,7 @@ def test_a_model_that_changes_the_hidden_state_between_blocks_is_refused():
 
 def test_sixteen_bit_inputs_are_summed_in_float32():
     collector = Collector((stop_at("w"),))
-    batch = BatchState(torch.zeros(1, 3, 4), (), (0,))
+    batch = BatchState(Batch({}, (0,)), torch.zeros(1, 3, 4), ())
     inputs = torch.ones(1, 3, 4, dtype=torch.bfloat16)
     collector.add(Product("w", inputs, inputs, 4, 4, False, 1, 0), batch)
     assert collector.take(collector.stops[0])["w"].sum.dtype == torch.float32
@@ -373,7 +383,7 @@ def test_masks_and_rotary_tables_that_are_equal_are_held_once():
 
 
 @RUNS
-def test_a_block_that_changes_the_shape_of_the_hidden_state_is_refused(run_block):
+def test_a_block_that_changes_the_shape_of_the_hidden_state_is_refused(run):
     class Widening(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -385,11 +395,11 @@ def test_a_block_that_changes_the_shape_of_the_hidden_state_is_refused(run_block
     block = Widening().requires_grad_(False)
     solver = Halving(dict(block.named_parameters()))
     with pytest.raises(CaptureError, match=r"turns a hidden state \[1, 3, 4\] into \[1, 3, 8\]"):
-        run_block(block, 0, routed_states([1]), Collector((stop_at("up.weight"),)), solver.parameters, solver)
+        run(segment(block), routed_states([1]), Collector((stop_at("up.weight"),)), solver.parameters, solver)
 
 
 @RUNS
-def test_a_weight_that_tokens_may_be_routed_past_is_solved_without_statistics(run_block):
+def test_a_weight_that_tokens_may_be_routed_past_is_solved_without_statistics(run):
     block = Routed().requires_grad_(False)
     block.first.weight.zero_()
     rare = replace(stop_at("rare.weight"), may_be_skipped=True)
@@ -401,5 +411,5 @@ def test_a_weight_that_tokens_may_be_routed_past_is_solved_without_statistics(ru
         solver(stop, statistics)
 
     stops = stop_at("first.weight"), rare, stop_at("last.weight")
-    run_block(block, 0, routed_states([-1, -2]), Collector(stops), solver.parameters, solve)
+    run(segment(block), routed_states([-1, -2]), Collector(stops), solver.parameters, solve)
     assert asked == {"first.weight": {"first.weight"}, "rare.weight": set(), "last.weight": {"last.weight"}}
