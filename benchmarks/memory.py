@@ -31,6 +31,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import hessquant.pipeline.quantizing  # now, and not when `quantize` is first named: imports belong to the baseline
+from hessquant.place import HOST
 from hessquant.planning.size import TOKENS_PER_BATCH, suspended_bytes, work
 from hessquant.report.json_report import REPORT_NAME, from_json
 from hessquant.results import LayerRecord, RunReport
@@ -237,10 +238,10 @@ def formula(report: RunReport) -> dict[str, int]:
     weights = sum(target.rows * target.columns for target in targets)
     hidden, tokens = targets[0].columns, report.calibration.tokens
     if report.capture == "once":
-        activations = suspended_bytes(hidden, targets, tokens)
+        activations = suspended_bytes(hidden, targets, tokens, HOST)
     else:
         activations = min(report.settings["activation_memory"], FLOAT32 * hidden * tokens)
-        activations += suspended_bytes(hidden, targets, TOKENS_PER_BATCH)
+        activations += suspended_bytes(hidden, targets, TOKENS_PER_BATCH, HOST)
     return {
         "block": FLOAT32 * (weights + sum(math.prod(tensor.shape) for tensor in others)),
         "codes": weights,

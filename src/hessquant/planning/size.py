@@ -9,6 +9,7 @@ from typing import Literal
 from hessquant import memory
 from hessquant.config import LONGEST_DEFAULT_WINDOW, Config
 from hessquant.models.probe import Probe
+from hessquant.place import Place
 from hessquant.planning.patterns import weight_pattern
 from hessquant.records import Remedy, Target
 
@@ -18,7 +19,9 @@ TOKENS_PER_BATCH = 2048
 LIBRARIES = 380_000_000
 """What the process takes besides: for the imports, and for what kernels and libraries make when they are first used."""
 
-_FLOAT32 = 4
+_SUM = 4
+"""Bytes per element of a Hessian: float32."""
+
 _SCALE_BITS = 16
 
 # Bytes per element of a Hessian while it is factored: itself, one float64 matrix, the result in float32; while a weight
@@ -47,23 +50,24 @@ def activation_budget(config: Config) -> int:
     return memory.total_memory() // 4 if config.activation_memory is None else config.activation_memory
 
 
-def suspended_bytes(hidden_size: int, targets: Iterable[Target], tokens: int) -> int:
+def suspended_bytes(hidden_size: int, targets: Iterable[Target], tokens: int, place: Place) -> int:
     """Estimate of what batches hold that all run a block at once.
 
-    Per token, in float32: the hidden state that came in, the one that goes out, two on the way, and two rows as wide as
-    the widest target.
+    Per token: the hidden state that came in, the one that goes out, two on the way, and two rows as wide as the widest
+    target.
     """
     widest = max((max(target.rows, target.columns) for target in targets), default=0)
-    return _FLOAT32 * (4 * hidden_size + 2 * widest) * tokens
+    return place.dtype.itemsize * (4 * hidden_size + 2 * widest) * tokens
 
 
 def choose_capture(
-    hidden_size: int, targets: Iterable[Target], tokens: int, config: Config, budget: int
+    hidden_size: int, targets: Iterable[Target], tokens: int, config: Config, place: Place
 ) -> Literal["once", "passes"]:
-    """How blocks will be run: as asked for, or once if what that suspends fits the budget."""
+    """How blocks will be run: as asked for, or once if what that suspends fits what activations may take."""
     if config.capture != "auto":
         return config.capture
-    return "once" if suspended_bytes(hidden_size, targets, tokens) <= budget else "passes"
+    fits = suspended_bytes(hidden_size, targets, tokens, place) <= activation_budget(config)
+    return "once" if fits else "passes"
 
 
 @dataclass(frozen=True)
@@ -74,18 +78,20 @@ class Sizes:
         fixed: Bytes that do not depend on calibration: weights of a block, and what quantizing them takes.
         hidden_size: Width of the hidden state.
         widest: The target inside the blocks with the longest rows or columns; none if there are none.
+        place: Where the model runs.
     """
 
     fixed: int
     hidden_size: int
     widest: tuple[Target, ...]
+    place: Place
 
     @classmethod
-    def of(cls, probe: Probe, targets: Sequence[Target], config: Config) -> "Sizes":
+    def of(cls, probe: Probe, targets: Sequence[Target], config: Config, place: Place) -> "Sizes":
         """Those of a model whose targets are quantized with the refinement and token weights of `config`."""
         inside = [target for target in targets if target.block < len(probe.blocks)]
         widest = sorted(inside, key=lambda target: max(target.rows, target.columns))[-1:]
-        return cls(_fixed_bytes(probe, targets, config), probe.hidden_size, tuple(widest))
+        return cls(_fixed_bytes(probe, targets, config, place), probe.hidden_size, tuple(widest), place)
 
     def memory(self, config: Config) -> int:
         """Estimated peak of anonymous memory while quantizing.
@@ -94,23 +100,23 @@ class Sizes:
         each block runs once, else hidden states up to the budget, and the activations of one batch.
         """
         length = config.window_length or LONGEST_DEFAULT_WINDOW
-        budget, tokens = activation_budget(config), config.num_windows * length
-        if choose_capture(self.hidden_size, self.widest, tokens, config, budget) == "once":
-            return self.fixed + suspended_bytes(self.hidden_size, self.widest, tokens)
+        tokens = config.num_windows * length
+        if choose_capture(self.hidden_size, self.widest, tokens, config, self.place) == "once":
+            return self.fixed + suspended_bytes(self.hidden_size, self.widest, tokens, self.place)
         of_batch = min(tokens, max(TOKENS_PER_BATCH, length))
-        kept = min(budget, _FLOAT32 * self.hidden_size * tokens)
-        return self.fixed + kept + suspended_bytes(self.hidden_size, self.widest, of_batch)
+        kept = min(activation_budget(config), self.place.dtype.itemsize * self.hidden_size * tokens)
+        return self.fixed + kept + suspended_bytes(self.hidden_size, self.widest, of_batch, self.place)
 
 
-def _fixed_bytes(probe: Probe, targets: Sequence[Target], config: Config) -> int:
+def _fixed_bytes(probe: Probe, targets: Sequence[Target], config: Config, place: Place) -> int:
     """What the imports take, and the larger of what runs before the blocks and what the block takes that needs most.
 
     Of a block (a head that is quantized counts as one, with all that is outside the blocks) these are
-      - its weights in float32, and a byte per quantized weight,
+      - its weights, and a byte per quantized weight,
       - what quantizing takes at the stop that needs most (`_statistics`);
     where the blocks cannot be run one by one, all weights are in the place of one block's.
     """
-    head = len(probe.blocks)
+    head, element = len(probe.blocks), place.dtype.itemsize
     weights = Counter[int]()
     outside = 0
     for parameter in {parameter.same_as: parameter for parameter in probe.parameters.values()}.values():
@@ -121,13 +127,12 @@ def _fixed_bytes(probe: Probe, targets: Sequence[Target], config: Config) -> int
     for target in targets:
         of_block.setdefault(target.block, []).append(target)
     if probe.whole:
-        held = _FLOAT32 * sum(weights.values()) + _codes(targets)
+        held = element * sum(weights.values()) + _codes(targets)
         return LIBRARIES + held + max((_statistics(members, config) for members in of_block.values()), default=0)
     stages = (
-        _FLOAT32 * weights[index] + _codes(members) + _statistics(members, config)
-        for index, members in of_block.items()
+        element * weights[index] + _codes(members) + _statistics(members, config) for index, members in of_block.items()
     )
-    return LIBRARIES + max(_FLOAT32 * outside, *stages)
+    return LIBRARIES + max(element * outside, *stages)
 
 
 def _codes(targets: Iterable[Target]) -> int:
@@ -147,13 +152,13 @@ def _statistics(targets: Sequence[Target], config: Config) -> int:
         inputs.setdefault((target.shares_input_with, apart), []).append(target)
     together, stops = 0, Counter[str]()
     for members in inputs.values():
-        hessian = _FLOAT32 * members[0].columns ** 2
+        hessian = _SUM * members[0].columns ** 2
         if any(target.calls > 1 or target.may_be_skipped for target in members):
             together += hessian
         elif members[0].module:
             stops[members[0].module] += hessian
     # The experts' own are apart from the mean that is worked on, and so is that of all.
-    pools = max((_FLOAT32 * target.columns**2 for target in targets if target.module), default=0)
+    pools = max((_SUM * target.columns**2 for target in targets if target.module), default=0)
     held = together + max(stops.values(), default=0) + pools
     return held + max((work(target, config.refinement_rounds) for target in targets), default=0)
 
@@ -193,7 +198,7 @@ def find_remedies(
     ]
     if not remedies and config.capture == "once":
         remedies = fitting(_smaller_activations(in_passes, "--capture passes "))
-    return tuple(remedies or _without_widest(probe, targets, config, total, widest))
+    return tuple(remedies or _without_widest(probe, targets, config, total, sizes.place))
 
 
 def _smaller_activations(config: Config, besides: str = "") -> Iterator[_Change]:
@@ -213,15 +218,16 @@ def _fewer_windows(config: Config, widest: int) -> Iterator[_Change]:
 
 
 def _without_widest(
-    probe: Probe, targets: Sequence[Target], config: Config, total: int, widest: int
+    probe: Probe, targets: Sequence[Target], config: Config, total: int, place: Place
 ) -> Iterator[Remedy]:
+    widest = max(target.columns for target in targets)
     kept = [target for target in targets if target.columns < widest]
     if not kept:
         return
     names = (weight_pattern(target.name, probe.blocks) for target in targets if target.columns == widest)
     patterns = dict.fromkeys(name.removesuffix(".weight") for name in names)
     changed = replace(config, capture="passes", activation_memory=0)
-    estimate = Sizes.of(probe, kept, changed).memory(changed)
+    estimate = Sizes.of(probe, kept, changed, place).memory(changed)
     if estimate <= total:
         left_out = " ".join(f"--exclude '{pattern}'" for pattern in patterns)
         yield Remedy(f"--capture passes --activation-memory 0 {left_out}", estimate)

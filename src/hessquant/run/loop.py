@@ -66,16 +66,15 @@ def quantize_segments(
     Raises:
         FailedError: If a segment cannot be run, solved or kept.
     """
-    budget = activation_budget(config)
     tokens = sum(batch.tokens for batch in batches)
     inside = [target for target in plan.targets if target.block < len(plan.blocks)]
-    capture = choose_capture(plan.hidden_size, inside, tokens, config, budget)
+    capture = choose_capture(plan.hidden_size, inside, tokens, config, streamed.place)
     run = _Run(streamed, config, capture, store, progress)
     segments: Sequence[Segment[Any]] = segments_of(streamed, plan)
     kept = [store.read(segment.index) for segment in segments]
     # Finished segments are replayed for the sake of those after them, and for nothing else.
     last_unfinished = max((index for index, finished in enumerate(kept) if finished is None), default=-1)
-    activations = ActivationStore(budget, store.directory)
+    activations = ActivationStore(activation_budget(config), store.directory)
     states = run.begin(plan, batches, activations) if last_unfinished >= 0 else []
     progress.stage("quantize", len(plan.targets))
     records: list[LayerRecord] = []

@@ -1,0 +1,29 @@
+"""Where the tensors of a run live, and what a model computes in; nothing else in Hessquant names a device.
+
+Whoever creates tensors takes a `Place`; whoever computes follows its inputs. What is fixed for other reasons stays so
+wherever it runs: sums and factors are float32 or float64 (`hessquant.core`), the files' dtypes are the formats' own.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model runs.
+
+    Attributes:
+        device: Holds its weights and activations.
+        dtype: Of both.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+HOST = Place(torch.device("cpu"), torch.float32)
+"""The memory that files are read to and written from."""
+
+NOWHERE = torch.device("meta")
+"""Of tensors that have shapes and no values."""
