@@ -1,13 +1,15 @@
-"""Make the figures of `docs/how-it-works.md`, in plain Python: `python docs/figures/make.py`.
+"""Make the figures of the docs, in plain Python: `python docs/figures/make.py`.
 
-Numbers are those of the page: its pieces of Python are run first, and the figures are drawn from their variables. Every
-figure has a light ground of its own, so that it can be read on a dark page as well.
+Numbers are those of `docs/how-it-works.md`: its pieces of Python are run first, and the figures are drawn from their
+variables. The rooms of `docs/architecture.md` are those of the contract in pyproject.toml. Every figure has a light
+ground of its own, so that it can be read on a dark page as well.
 """
 
 import contextlib
 import io
 import math
 import re
+import tomllib
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
@@ -19,6 +21,7 @@ from torch import Tensor
 from hessquant.core.factor import factorize
 
 PAGE = Path(__file__).parents[1] / "how-it-works.md"
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 INK, FAINT, BLUE, RED, GREEN = "#24292f", "#c4cad1", "#0b5cad", "#b3261e", "#1a7f37"
 
@@ -262,7 +265,60 @@ def orders(names: dict[str, Any]) -> str:
     return drawing.svg()
 
 
-FIGURES = {"kronecker": kronecker, "two-weights": two_weights, "lattice": lattice, "orders": orders}
+# What each room says of itself in the figure, and the steps of a quantization that are taken there.
+ROOMS = {
+    "cli": ("command line", ""),
+    "commands": ("a function per command", ""),
+    "options": ("made of the settings' fields", ""),
+    "pipeline": ("the order of the stages", ""),
+    "run": ("segment by segment: solve, keep", "5 7 8"),
+    "capture": ("batches through segments", "6"),
+    "planning": ("what becomes of a weight", "3"),
+    "calibration": ("text to batches", "2"),
+    "checkpoint": ("files of weights", "1 4 9"),
+    "evaluation": ("perplexity", ""),
+    "report": ("tables, page", "10"),
+    "models": ("all that is known of transformers", "1 3 5 6"),
+    "formats": ("packing, and its description", "9"),
+    "kernels": ("inner loops", "7"),
+    "core": ("the mathematics", "7"),
+    "place": ("device, dtype", ""),
+    "results": ("what came of a stage", ""),
+    "config": ("settings", ""),
+    "records": ("what is planned", ""),
+    "files": ("that appear whole", ""),
+    "memory": ("what there is of it", ""),
+    "interrupts": ("signals", ""),
+    "errors": ("one tree of them", ""),
+}
+
+
+def floors() -> list[list[str]]:
+    """Rooms by floor, the upper ones first, as import-linter holds them."""
+    contracts = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+    layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
+    return [[room.strip().removeprefix("hessquant.") for room in layer.split("|")] for layer in layers]
+
+
+def rooms(_names: dict[str, Any]) -> str:
+    """The house: a row per floor, a box per room, and in it the steps that are taken there."""
+    house, width, height, left, top = floors(), 860, 46, 20, 56
+    drawing = Drawing(width + 2 * left, top + len(house) * height + 20, "The rooms of Hessquant")
+    drawing.text((left, 32), "Imports point down. Numbers: the steps of a quantization, below.", "#57606a")
+    for floor, names in enumerate(house):
+        size = width / len(names)
+        for place, name in enumerate(names):
+            said, steps = ROOMS[name]
+            x, y = left + place * size, top + floor * height
+            drawing.shape(_box(x + 3, y + 3, size - 6, height - 6), "#eaf2fb" if steps else "#f6f8fa", FAINT)
+            drawing.text((x + 12, y + 20), name, more='font-weight="bold"')
+            drawing.text((x + 12, y + 35), said, "#57606a", 'font-size="10.5"')
+            if steps:
+                drawing.text((x + size - 10, y + 20), steps, BLUE, 'font-weight="bold" text-anchor="end"')
+    return drawing.svg()
+
+
+FIGURES = {"rooms": rooms, "kronecker": kronecker, "two-weights": two_weights, "lattice": lattice, "orders": orders}
 
 
 if __name__ == "__main__":
