@@ -20,6 +20,18 @@ class Progress(Protocol):
         """A weight has been quantized (follows its `advance`)."""
 
 
+class _Silent:
+    def stage(self, name: str, steps: int) -> None: ...
+
+    def advance(self, detail: str) -> None: ...
+
+    def layer(self, record: "LayerRecord") -> None: ...
+
+
+SILENT: Progress = _Silent()
+"""Progress that nobody watches."""
+
+
 @dataclass(frozen=True)
 class CalibrationRecord:
     """Where the calibration tokens came from.

@@ -18,11 +18,10 @@ from hessquant.errors import CheckpointError, PlanError, SourceError
 from hessquant.formats.bits import half_scales
 from hessquant.formats.names import module_of
 from hessquant.models.source import ModelSource, title_of
-from hessquant.pipeline.progress import SILENT
 from hessquant.pipeline.publishing import REPORTS, digest, refuse_form, report_in, write_verified
 from hessquant.planning.plan import plan_export
 from hessquant.records import Plan
-from hessquant.results import ExportReport, Progress, RunReport
+from hessquant.results import SILENT, ExportReport, Progress, RunReport
 
 
 def export(

@@ -22,13 +22,12 @@ from hessquant.memory import peak_memory
 from hessquant.models.source import resolve
 from hessquant.models.stream import StreamedModel
 from hessquant.pipeline.blocks import Outcome, quantize_blocks
-from hessquant.pipeline.progress import SILENT
 from hessquant.pipeline.publishing import REPORTS, digest, is_complete, refuse_form, report_in, write_verified
 from hessquant.pipeline.windows import Calibration
 from hessquant.planning import plan as planning
 from hessquant.planning.size import TOKENS_PER_BATCH
 from hessquant.records import Plan
-from hessquant.results import CalibrationRecord, Progress, RunReport
+from hessquant.results import SILENT, CalibrationRecord, Progress, RunReport
 from hessquant.run.degraded import degradations, text_degradations
 from hessquant.run.heap import map_large_blocks
 from hessquant.run.store import RunStore
