@@ -119,6 +119,11 @@ class LayerRecord:
         """Loss divided by round-to-nearest's; 1 where both are zero."""
         return self.loss / self.rtn_loss if self.rtn_loss > 0 else 1.0
 
+    @property
+    def relative_output_error(self) -> float | None:
+        """Loss divided by the output energy; None where the layer has no output to compare with."""
+        return self.loss / self.output_energy if self.output_energy > 0 else None
+
 
 @dataclass(frozen=True)
 class RunReport:

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from hessquant.errors import NonFiniteError
 from hessquant.records import GridSpec, Plan
-from hessquant.report.figures import relative_output_error, totals
+from hessquant.report.figures import totals
 from hessquant.results import Evaluation, ExportReport, Inspection, LayerRecord, RunReport
 
 REPORT_NAME = "hessquant-report.json"
@@ -80,10 +80,7 @@ def _plain(value: Any, path: str) -> Any:
 
 def _derived(record: Any) -> dict[str, Any]:
     if isinstance(record, LayerRecord):
-        return {
-            "relative_to_rtn": record.relative_to_rtn,
-            "relative_output_error": relative_output_error(record),
-        }
+        return {"relative_to_rtn": record.relative_to_rtn, "relative_output_error": record.relative_output_error}
     if isinstance(record, RunReport):
         return {"totals": asdict(totals(record.layers))}
     return {}
