@@ -102,8 +102,8 @@ def load_model(source: ModelSource, inputs: Mapping[str, Tensor] | None = None) 
             state = decoded_state(reader)
         else:
             names = UnpackedCheckpoint(reader).tensors
-            seen = probe(source, names, inputs=inputs)
-            transposed = {product.name for product in seen.products if product.transposed}
+            probed = probe(source, names, inputs=inputs)
+            transposed = {product.name for product in probed.products if product.transposed}
             apart = decoded_state(reader, transposed=transposed)
-            state = restacked(apart, seen.products, lambda stack: stack.joined(apart))
+            state = restacked(apart, probed.products, lambda stack: stack.joined(apart))
     return build(source, state)

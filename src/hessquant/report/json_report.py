@@ -36,23 +36,33 @@ def from_json(text: str) -> RunReport:
     """
     value = json.loads(text)
     try:
-        report: RunReport = _built(RunReport, value)
+        report: RunReport = built(RunReport, value)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a run report: {error}") from error
     return report
 
 
-def _built(kind: Any, value: Any) -> Any:
-    """What `_plain` made plain, as its type says; keys that a record does not have are derived ones."""
+def built(kind: Any, value: Any) -> Any:
+    """A record, or a part of one, out of what JSON made of it.
+
+    Keys that the record does not have are derived ones, or another version's.
+
+    Args:
+        kind: Its type.
+        value: What JSON has.
+
+    Raises:
+        KeyError, TypeError, AttributeError: If it is something else.
+    """
     if isinstance(kind, type) and is_dataclass(kind):
         hints = get_type_hints(kind)
         # What a report of an earlier version does not have yet is what the record takes in its place.
         value = value | {name: value for name, hint in hints.items() if hint is GridSpec and name not in value}
         known = (field for field in fields(kind) if field.name in value or field.default is MISSING)
-        return kind(**{field.name: _built(hints[field.name], value[field.name]) for field in known})
+        return kind(**{field.name: built(hints[field.name], value[field.name]) for field in known})
     if get_origin(kind) is tuple:
         # Every tuple of the records is of one kind throughout.
-        return tuple(_built(get_args(kind)[0], item) for item in value)
+        return tuple(built(get_args(kind)[0], item) for item in value)
     return value
 
 
