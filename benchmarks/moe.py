@@ -31,7 +31,7 @@ import environments
 import hessquant
 from hessquant.calibration.builtin import builtin_text
 from hessquant.core import experts
-from hessquant.evaluation.comparison import Contrast, compare
+from hessquant.evaluation import Contrast, compare
 from hessquant.models.source import resolve
 from hessquant.pipeline.evaluating import load_model
 from hessquant.records import TokenWindow

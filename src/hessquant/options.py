@@ -111,10 +111,10 @@ def parse_size(name: str, text: str) -> int:
     >>> parse_size("shard_size", "4GB"), parse_size("shard_size", "1.5 KiB")
     (4000000000, 1536)
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
-    if found is None:
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    if size is None:
         raise ConfigError(f"{name} is {text!r}; give bytes, or a size such as 512MB, 4GB or 4GiB")
-    number, prefix, binary = found.groups()
+    number, prefix, binary = size.groups()
     return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
 
 

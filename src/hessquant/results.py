@@ -20,6 +20,18 @@ class Progress(Protocol):
         """A weight has been quantized (follows its `advance`)."""
 
 
+class _Silent:
+    def stage(self, name: str, steps: int) -> None: ...
+
+    def advance(self, detail: str) -> None: ...
+
+    def layer(self, record: "LayerRecord") -> None: ...
+
+
+SILENT: Progress = _Silent()
+"""Progress that nobody watches."""
+
+
 @dataclass(frozen=True)
 class CalibrationRecord:
     """Where the calibration tokens came from.
@@ -106,6 +118,11 @@ class LayerRecord:
     def relative_to_rtn(self) -> float:
         """Loss divided by round-to-nearest's; 1 where both are zero."""
         return self.loss / self.rtn_loss if self.rtn_loss > 0 else 1.0
+
+    @property
+    def relative_output_error(self) -> float | None:
+        """Loss divided by the output energy; None where the layer has no output to compare with."""
+        return self.loss / self.output_energy if self.output_energy > 0 else None
 
 
 @dataclass(frozen=True)

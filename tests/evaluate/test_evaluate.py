@@ -2,13 +2,13 @@ import math
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import hessquant
 from hessquant.errors import ConfigError, NonFiniteError, NotEnoughTextError
-from hessquant.evaluation.comparison import compare
-from hessquant.evaluation.measuring import evaluate_model
-from hessquant.evaluation.perplexity import CHUNK, Perplexity, perplexity
+from hessquant.evaluation import CHUNK, Perplexity, compare, perplexity
 from hessquant.records import TokenWindow
 from hessquant.results import Comparison
 
@@ -184,24 +184,38 @@ def test_perplexity_beyond_floats_is_infinite():
     assert Perplexity(nll=1000.0, tokens=1).perplexity == math.inf
 
 
-def test_evaluation_record_says_what_was_measured(model, windows):
+@pytest.fixture
+def saved(tmp_path, model, base):
+    """Directories of the model and its base, whose tokenizer has words w0 to w96; a text; its windows of 9 tokens."""
+    backend = Tokenizer(models.WordLevel({f"w{n}": n for n in range(VOCABULARY)}, unk_token="w0"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    for name, each in (("small", model), ("base", base)):
+        each.save_pretrained(tmp_path / name)
+        PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="w0").save_pretrained(tmp_path / name)
+    ids = torch.randint(VOCABULARY, (48,), generator=torch.Generator().manual_seed(0)).tolist()
+    (tmp_path / "test.txt").write_text(" ".join(f"w{n}" for n in ids))
+    windows = [TokenWindow(tuple(ids[start : start + 9])) for start in range(0, 45, 9)]
+    return str(tmp_path / "small"), str(tmp_path / "base"), str(tmp_path / "test.txt"), windows
+
+
+def test_evaluation_record_says_what_was_measured(model, saved):
+    small, _, text, windows = saved
     progress = Recorder()
-    record = evaluate_model(model, windows, name="out/small", text="test.txt", window_length=296, progress=progress)
+    record = hessquant.evaluate(small, text=text, window_length=9, progress=progress)
     measured = perplexity(model, windows)
-    assert (record.model, record.text, record.windows, record.window_length) == ("out/small", "test.txt", 5, 296)
+    assert (record.model, record.text, record.windows, record.window_length) == (small, "test.txt", 5, 9)
     assert (record.nll, record.perplexity, record.tokens) == (measured.nll, measured.perplexity, measured.tokens)
     assert record.comparison is None
     assert (progress.stages, progress.steps) == ([("evaluate", 5)], 5)
 
 
-def test_evaluation_record_against_a_base_holds_the_comparison(model, base, windows):
+def test_evaluation_record_against_a_base_holds_the_comparison(model, base, saved):
+    small, against, text, windows = saved
     progress = Recorder()
-    record = evaluate_model(
-        model, windows, name="small", text="t", window_length=9, base=base, base_name="org/small", progress=progress
-    )
+    record = hessquant.evaluate(small, against=against, text=text, window_length=9, progress=progress)
     contrast = compare(model, base, windows)
     assert record.nll == contrast.model.nll
     assert record.comparison == Comparison(
-        "org/small", contrast.base.perplexity, contrast.kl_divergence, contrast.top1_agreement
+        against, contrast.base.perplexity, contrast.kl_divergence, contrast.top1_agreement
     )
     assert (progress.stages, progress.steps) == ([("evaluate", 5)], 5)

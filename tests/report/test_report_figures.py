@@ -22,11 +22,11 @@ def test_means_are_means_of_the_layers_ratios(layers):
 
 def test_a_layer_without_output_has_no_relative_error_and_does_not_enter_the_mean(layers):
     silent = replace(layers[0], loss=0.0, rtn_loss=0.0, output_energy=0.0)
-    assert figures.relative_output_error(silent) is None
+    assert silent.relative_output_error is None
     assert figures.totals([silent]).mean_relative_output_error is None
     assert figures.totals([silent]).mean_floor_to_rtn is None
     heard = figures.totals([silent, layers[1]]).mean_relative_output_error
-    assert heard == figures.relative_output_error(layers[1])
+    assert heard == layers[1].relative_output_error
 
 
 def test_notes_count_everything_less_than_asked_for(layers):
@@ -51,9 +51,11 @@ def test_notes_count_everything_less_than_asked_for(layers):
 
 
 def test_kinds_gather_like_weights_of_all_blocks_in_order(layers):
-    kinds = figures.by_kind(layers)
+    kinds = figures.kinds_of(layers)
     assert next(iter(kinds)) == "model.layers.*.self_attn.q_proj.weight"
-    assert [len(group) for group in kinds.values()] == [30] * 7
+    assert [len(kind.layers) for kind in kinds.values()] == [30] * 7
+    assert [kind.totals for kind in kinds.values()] == [figures.totals(kind.layers) for kind in kinds.values()]
+    assert [kind.label for kind in kinds.values()][-1] == "mlp.down_proj"
 
 
 @pytest.mark.parametrize(
@@ -74,6 +76,6 @@ def test_worst_layers_have_the_largest_error_relative_to_their_output(layers):
     loud = replace(layers[9], output_energy=layers[9].loss / 0.9)
     found = figures.worst([*layers, loud], 5)
     assert found[0] is loud
-    errors = [figures.relative_output_error(layer) for layer in found]
+    errors = [layer.relative_output_error for layer in found]
     assert errors == sorted(errors, reverse=True)
     assert len(found) == 5

@@ -11,7 +11,7 @@ from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.stacks import restacked
 from hessquant.checkpoint.unpacked import UnpackedCheckpoint, decoded_state, quantization_of
 from hessquant.errors import SourceError
-from hessquant.evaluation.measuring import evaluate_model
+from hessquant.evaluation import compare, perplexity
 from hessquant.models.context import context_of
 from hessquant.models.context import window_length as window_length_of
 from hessquant.models.library import predicts_next_token
@@ -19,7 +19,7 @@ from hessquant.models.load import build
 from hessquant.models.probe import probe
 from hessquant.models.source import ModelSource, resolve
 from hessquant.pipeline.windows import refuse_unfit_windows, refuse_window_length
-from hessquant.results import Evaluation, Progress
+from hessquant.results import SILENT, Comparison, Evaluation, Progress
 
 
 def evaluate(
@@ -49,23 +49,29 @@ def evaluate(
     """
     source = resolve(model, trust_remote_code=trust_remote_code)
     base = None if against is None else resolve(against, trust_remote_code=trust_remote_code)
-    measured = [source] if base is None else [source, base]
-    for each in measured:
+    models = [source] if base is None else [source, base]
+    for each in models:
         _refuse_without_logits(each)
         refuse_window_length(window_length, each)
-    length = window_length_of(window_length, *(context_of(each.config).least for each in measured))
+    length = window_length_of(window_length, *(context_of(each.config).least for each in models))
     windows = evaluation_windows(text, source.tokenizer, num_windows=num_windows, window_length=length)
-    for each in measured:
+    for each in models:
         refuse_unfit_windows(windows, each.config)
-    return evaluate_model(
-        load_model(source),
-        windows,
-        name=model,
+    if base is None:
+        measured, comparison = perplexity(load_model(source), windows, progress=progress or SILENT), None
+    else:
+        contrast = compare(load_model(source), load_model(base), windows, progress=progress or SILENT)
+        measured, agreement = contrast.model, contrast.top1_agreement
+        comparison = Comparison(base.name, contrast.base.perplexity, contrast.kl_divergence, agreement)
+    return Evaluation(
+        model=model,
         text="builtin" if text is None else text if text.startswith("hub:") else Path(text).name,
+        perplexity=measured.perplexity,
+        nll=measured.nll,
+        tokens=measured.tokens,
+        windows=len(windows),
         window_length=length,
-        base=None if base is None else load_model(base),
-        base_name=against or "",
-        progress=progress,
+        comparison=comparison,
     )
 
 
@@ -96,8 +102,8 @@ def load_model(source: ModelSource, inputs: Mapping[str, Tensor] | None = None) 
             state = decoded_state(reader)
         else:
             names = UnpackedCheckpoint(reader).tensors
-            seen = probe(source, names, inputs=inputs)
-            transposed = {product.name for product in seen.products if product.transposed}
+            probed = probe(source, names, inputs=inputs)
+            transposed = {product.name for product in probed.products if product.transposed}
             apart = decoded_state(reader, transposed=transposed)
-            state = restacked(apart, seen.products, lambda stack: stack.joined(apart))
+            state = restacked(apart, probed.products, lambda stack: stack.joined(apart))
     return build(source, state)

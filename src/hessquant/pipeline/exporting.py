@@ -2,9 +2,8 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from hessquant import __version__
 from hessquant.checkpoint.inspect import inspect_checkpoint
@@ -12,17 +11,17 @@ from hessquant.checkpoint.output import QuantizedModel, holding, refuse_output
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.sidecars import refuse_sidecars
 from hessquant.checkpoint.unpacked import UnpackedCheckpoint
-from hessquant.config import Config, Override
+from hessquant.config import Config
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError, PlanError, SourceError
 from hessquant.formats.bits import half_scales
 from hessquant.formats.names import module_of
 from hessquant.models.source import ModelSource, title_of
-from hessquant.pipeline.progress import SILENT
 from hessquant.pipeline.publishing import REPORTS, digest, refuse_form, report_in, write_verified
 from hessquant.planning.plan import plan_export
 from hessquant.records import Plan
-from hessquant.results import ExportReport, Progress, RunReport
+from hessquant.report.json_report import built
+from hessquant.results import SILENT, ExportReport, Progress, RunReport
 
 
 def export(
@@ -69,7 +68,8 @@ def export(
             _refuse_faulty(checkpoint, config)
             _refuse_inexact(unpacked, config, progress)
             solved = report_in(checkpoint)
-            solved_with = None if solved is None else _config_of(solved)
+            # Settings of another version's that we have no name for are left out.
+            solved_with = None if solved is None else built(Config, solved.settings)
             result = QuantizedModel(unpacked, plan, unpacked, config, solved_with, REPORTS, __version__)
             written = write_verified(out, result, run, progress)
             written.complete(None if solved is None else _retold(solved, plan, config, written.verified))
@@ -113,13 +113,3 @@ def _retold(solved: RunReport, plan: Plan, config: Config, verified: int) -> Run
         output_bytes=plan.output_bytes,
         verified_tensors=verified,
     )
-
-
-def _config_of(report: RunReport) -> Config:
-    """The settings of the run that a report is of; those of another version's that we have no name for are left out."""
-    known = {field.name for field in fields(Config)}
-    settings: dict[str, Any] = {name: value for name, value in report.settings.items() if name in known}
-    settings["overrides"] = tuple(Override(**override) for override in settings.get("overrides", ()))
-    for name in ("include", "exclude", "serve"):
-        settings[name] = tuple(settings.get(name, ()))
-    return Config(**settings)

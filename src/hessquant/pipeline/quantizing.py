@@ -14,21 +14,17 @@ import transformers
 from hessquant import __version__
 from hessquant.checkpoint.audit import ScaleCheck, audit
 from hessquant.checkpoint.output import RUN_MARK, QuantizedModel, holding, refuse_output
-from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.sidecars import refuse_sidecars
 from hessquant.config import Config
 from hessquant.files import held_bytes
 from hessquant.memory import map_large_blocks, peak_memory
-from hessquant.models.source import resolve
 from hessquant.models.stream import StreamedModel
-from hessquant.pipeline.progress import SILENT
-from hessquant.pipeline.publishing import REPORTS, digest, is_complete, refuse_form, report_in, write_verified
-from hessquant.pipeline.windows import Calibration
-from hessquant.planning import plan as planning
+from hessquant.pipeline.planning import planned
+from hessquant.pipeline.publishing import REPORTS, digest, is_complete, report_in, write_verified
 from hessquant.planning.size import TOKENS_PER_BATCH
 from hessquant.records import Plan
 from hessquant.report.degraded import degradations, text_degradations
-from hessquant.results import CalibrationRecord, Progress, RunReport
+from hessquant.results import SILENT, CalibrationRecord, Progress, RunReport
 from hessquant.run.loop import Outcome, quantize_segments
 from hessquant.run.store import RunStore
 
@@ -78,12 +74,7 @@ def quantize(
     config, out, progress = config or Config(), Path(out), progress or SILENT
     clocks = time.perf_counter(), time.process_time()
     map_large_blocks()
-    source = resolve(model, trust_remote_code=config.trust_remote_code)
-    with CheckpointReader(source.directory) as reader:
-        inputs = Calibration(source, calibration, config)
-        inputs.check()
-        plan = planning.make_plan(source, reader.tensors, config, inputs=inputs.sample)
-        refuse_form(config.format, reader, plan)
+    with planned(model, config, calibration) as (source, reader, inputs, plan):
         config = replace(config, window_length=plan.window_length)  # so that the default is the same run as its value
         if on_plan is not None:
             on_plan(plan)
@@ -94,22 +85,20 @@ def quantize(
         kept_in = Path(run_dir) if run_dir else out.with_name(f"{out.name}.run")
         with RunStore(kept_in, keep=keep_run) as store, holding(out):
             finished = report_in(out) if is_complete(out) else None
-            batches, calibrated = inputs.batches(TOKENS_PER_BATCH), inputs.record
+            batches = inputs.batches(TOKENS_PER_BATCH)
             streamed = StreamedModel(source, reader.tensors, reader.read)
             scales = ScaleCheck(plan.targets, reader.tensors, config)
-            identity = _identity(plan, config, calibrated, audit(reader, progress, scales))
+            identity = _identity(plan, config, inputs.record, audit(reader, progress, scales))
             store.begin({name: value for name, value in identity.items() if name not in _OF_THE_OUTPUT})
             run = digest(identity)
             if finished is not None and finished.run == run:
                 (out / RUN_MARK).unlink(missing_ok=True)
                 return finished
-            # While a shard is replaced by its like, both are there.
-            needed = _bytes_to_write(plan) - held_bytes(out) - held_bytes(store.directory)
-            refuse_output(out, run, needed + min(held_bytes(out), config.shard_bytes))
+            _refuse_no_room(out, run, plan, config, store)
             outcome = quantize_segments(streamed, plan, batches, config, store, progress)
             result = QuantizedModel(reader, plan, outcome.weights, config, config, REPORTS, __version__)
             written = write_verified(out, result, run, progress)
-            report = _report(run, plan, config, calibrated, outcome, written.verified, clocks)
+            report = _report(run, plan, config, inputs.record, outcome, written.verified, clocks)
             written.complete(report)
     return report
 
@@ -127,9 +116,12 @@ def _identity(plan: Plan, config: Config, calibrated: CalibrationRecord, source_
     }
 
 
-def _bytes_to_write(plan: Plan) -> int:
-    """The checkpoint, and a byte per code in the run directory, as if both were on one disk."""
-    return plan.output_bytes + sum(target.rows * target.columns for target in plan.targets)
+def _refuse_no_room(out: Path, run: str, plan: Plan, config: Config, store: RunStore) -> None:
+    """The checkpoint, and a byte per code in the run directory, must fit as if both were on one disk."""
+    to_write = plan.output_bytes + sum(target.rows * target.columns for target in plan.targets)
+    needed = to_write - held_bytes(out) - held_bytes(store.directory)
+    # While a shard is replaced by its like, both are there.
+    refuse_output(out, run, needed + min(held_bytes(out), config.shard_bytes))
 
 
 def _report(

@@ -5,12 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from hessquant.report.figures import Kind
 from hessquant.report.units import format_percent, format_ratio
 
 _WIDTH, _HEIGHT = 960, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 10, 10, 34
 _COLOURS = 8
 _BLOCK_TICKS = 16
+_LABEL_LENGTH = 28
 
 
 @dataclass(frozen=True)
@@ -32,35 +34,17 @@ class Point:
     output_error: float | None
 
 
-@dataclass(frozen=True)
-class Bound:
-    """How one kind of weight fares between the floor and round-to-nearest, all relative to the latter."""
-
-    series: int
-    label: str
-    loss: float
-    expected: float | None
-    floor: float | None
-
-
 def loss_chart(points: Sequence[Point]) -> str:
     """One mark per point, in the order given, by its loss relative to round-to-nearest; linear from 0."""
     top = max(1.0, *(point.relative_to_rtn for point in points)) * 1.06
-    step = (_WIDTH - _LEFT - _RIGHT) / len(points)
-
-    def x(index: int) -> float:
-        return _LEFT + (index + 0.5) * step
-
-    def y(value: float) -> float:
-        return _HEIGHT - _BOTTOM - value / top * (_HEIGHT - _TOP - _BOTTOM)
-
-    parts = [_rule(y(value), format(value, "g"), "grid") for value in _linear_ticks(top) if value != 1]
-    parts.append(_rule(y(1.0), "RTN 1", "reference"))
-    places: dict[int, list[float]] = {}
-    for index, point in enumerate(points):
-        places.setdefault(point.block, []).append(x(index))
-    parts += _block_ticks({block: sum(xs) / len(xs) for block, xs in places.items()})
-    parts += [_mark(point.series, x(i), y(point.relative_to_rtn), point.title) for i, point in enumerate(points)]
+    placed = list(zip(_places(len(points)), points, strict=True))
+    parts = [_rule(_level(value / top), format(value, "g"), "grid") for value in _linear_ticks(top) if value != 1]
+    parts.append(_rule(_level(1 / top), "RTN 1", "reference"))
+    of_block: dict[int, list[float]] = {}
+    for x, point in placed:
+        of_block.setdefault(point.block, []).append(x)
+    parts += _block_ticks({block: sum(xs) / len(xs) for block, xs in of_block.items()})
+    parts += [_mark(point.series, x, _level(point.relative_to_rtn / top), point.title) for x, point in placed]
     return _svg("Error relative to round-to-nearest, per layer in order", _HEIGHT, parts)
 
 
@@ -72,11 +56,10 @@ def output_error_chart(points: Sequence[Point]) -> str:
     low = math.floor(math.log10(min(error for _, error in known)))
     high = max(math.ceil(math.log10(max(error for _, error in known))), low + 1)
     blocks = sorted({point.block for point in points})
-    step = (_WIDTH - _LEFT - _RIGHT) / len(blocks)
-    position = {block: _LEFT + (index + 0.5) * step for index, block in enumerate(blocks)}
+    position = dict(zip(blocks, _places(len(blocks)), strict=True))
 
-    def y(value: float) -> float:
-        return _HEIGHT - _BOTTOM - (math.log10(value) - low) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
+    def y(error: float) -> float:
+        return _level((math.log10(error) - low) / (high - low))
 
     parts = [_rule(y(10.0**power), format_percent(10.0**power), "grid") for power in range(low, high + 1)]
     parts += _block_ticks(position)
@@ -88,11 +71,12 @@ def output_error_chart(points: Sequence[Point]) -> str:
     return _svg("Error relative to the layer's output, by block", _HEIGHT, parts)
 
 
-def bounds_chart(bounds: Sequence[Bound]) -> str:
+def bounds_chart(kinds: Sequence[Kind]) -> str:
     """One row per kind: the floor, the expected loss and the loss, on a scale where round-to-nearest is 1."""
     left, row = 190, 26
-    height = _TOP + row * len(bounds) + _BOTTOM
-    top = max(1.0, *(value for bound in bounds for value in (bound.loss, bound.expected or 0.0))) * 1.04
+    height = _TOP + row * len(kinds) + _BOTTOM
+    means = [summed for _, _, summed in kinds]
+    top = max(1.0, *(max(each.mean_relative_to_rtn, each.mean_expected_to_rtn or 0.0) for each in means)) * 1.04
 
     def x(value: float) -> float:
         return left + value / top * (_WIDTH - left - _RIGHT)
@@ -100,34 +84,33 @@ def bounds_chart(bounds: Sequence[Bound]) -> str:
     parts = []
     for value in _linear_ticks(top):
         style, label = ("reference", "RTN 1") if value == 1 else ("grid", format(value, "g"))
-        parts.append(f'<line class="{style}" x1="{x(value):.1f}" x2="{x(value):.1f}" y1="{_TOP}" y2="{height - 24}"/>')
+        parts.append(f'<line class="{style}" {_upright(x(value))} y1="{_TOP}" y2="{height - 24}"/>')
         parts.append(f'<text x="{x(value):.1f}" y="{height - 8}" text-anchor="middle">{label}</text>')
-    for index, bound in enumerate(bounds):
-        y = _TOP + (index + 0.5) * row
-        figures = (
-            f"{bound.label}: loss {format_ratio(bound.loss)}, expected {format_ratio(bound.expected)}, "
-            f"floor {format_ratio(bound.floor)} of RTN's"
-        )
-        parts.append(f'<g data-series="{bound.series}"><title>{escape(figures)}</title>')
-        parts.append(
-            f'<text class="label" x="{left - 12}" y="{y + 4:.1f}" text-anchor="end">{_cut(bound.label)}</text>'
-        )
-        if bound.floor is not None:
-            parts.append(f'<line class="span" x1="{x(bound.floor):.1f}" x2="{x(bound.loss):.1f}" y1="{y}" y2="{y}"/>')
-            parts.append(_tick(bound.series, x(bound.floor), y, 8))
-        if bound.expected is not None:
-            ring = f'<circle cx="{x(bound.expected):.1f}" cy="{y}" r="6.5" fill="none" stroke="currentColor"/>'
-            parts.append(f'<g class="s{bound.series % _COLOURS}">{ring}</g>')
-        parts.append(f"{_mark(bound.series, x(bound.loss), y, figures, marked=False)}</g>")
+    for series, (label, _, summed) in enumerate(kinds):
+        y = _TOP + (series + 0.5) * row
+        loss, expected, floor = summed.mean_relative_to_rtn, summed.mean_expected_to_rtn, summed.mean_floor_to_rtn
+        ratios = f"loss {format_ratio(loss)}, expected {format_ratio(expected)}, floor {format_ratio(floor)} of RTN's"
+        figures = f"{label}: {ratios}"
+        short = label if len(label) <= _LABEL_LENGTH else f"...{label[3 - _LABEL_LENGTH :]}"
+        parts.append(f'<g data-series="{series}"><title>{escape(figures)}</title>')
+        parts.append(f'<text class="label" x="{left - 12}" y="{y + 4:.1f}" text-anchor="end">{escape(short)}</text>')
+        if floor is not None:
+            tick = f'<line {_upright(x(floor))} y1="{y - 8}" y2="{y + 8}" stroke="currentColor" stroke-width="2"/>'
+            parts.append(f'<line class="span" x1="{x(floor):.1f}" x2="{x(loss):.1f}" y1="{y}" y2="{y}"/>')
+            parts.append(_coloured(series, tick))
+        if expected is not None:
+            ring = f'<circle cx="{x(expected):.1f}" cy="{y}" r="6.5" fill="none" stroke="currentColor"/>'
+            parts.append(_coloured(series, ring))
+        parts.append(f"{_mark(series, x(loss), y, figures, marked=False)}</g>")
     return _svg("Loss between the floor and round-to-nearest, per kind of weight", height, parts)
 
 
-def legend(labels: Sequence[str]) -> str:
+def legend(kinds: Sequence[Kind]) -> str:
     """One entry per kind with its mark; the page's script shows a kind alone while it is pointed at."""
     entries = (
         f'<li tabindex="0" data-series="{series}"><svg viewBox="-6 -6 12 12" aria-hidden="true">'
-        f"{_mark(series, 0, 0, '', marked=False)}</svg><span>{escape(label)}</span></li>"
-        for series, label in enumerate(labels)
+        f"{_mark(series, 0, 0, '', marked=False)}</svg><span>{escape(kind.label)}</span></li>"
+        for series, kind in enumerate(kinds)
     )
     return f'<ul class="legend">{"".join(entries)}</ul>'
 
@@ -142,13 +125,25 @@ def _mark(series: int, x: float, y: float, title: str, marked: bool = True) -> s
     )
     shape = shapes[series // _COLOURS % len(shapes)]
     tip = f"<title>{escape(title)}</title>" if title else ""
-    group = f' data-series="{series}"' if marked else ""
-    return f'<g class="s{series % _COLOURS}"{group}>{tip}{shape}</g>'
+    return _coloured(series, f"{tip}{shape}", f' data-series="{series}"' if marked else "")
 
 
-def _tick(series: int, x: float, y: float, reach: float) -> str:
-    line = f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y - reach}" y2="{y + reach}" stroke="currentColor" stroke-width="2"/>'
-    return f'<g class="s{series % _COLOURS}">{line}</g>'
+def _coloured(series: int, content: str, told: str = "") -> str:
+    return f'<g class="s{series % _COLOURS}"{told}>{content}</g>'
+
+
+def _places(count: int) -> list[float]:
+    """Where things stand that are spread evenly from left to right."""
+    return [_LEFT + (index + 0.5) * (_WIDTH - _LEFT - _RIGHT) / count for index in range(count)]
+
+
+def _level(share: float) -> float:
+    """How far down a share of a chart's height is."""
+    return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
+
+
+def _upright(x: float) -> str:
+    return f'x1="{x:.1f}" x2="{x:.1f}"'
 
 
 def _rule(y: float, label: str, style: str) -> str:
@@ -171,10 +166,6 @@ def _linear_ticks(top: float) -> list[float]:
     while top / step > 10:
         step *= 5 if f"{step:g}".startswith("2") else 2
     return [round(index * step, 6) for index in range(int(top / step) + 1)]
-
-
-def _cut(label: str, length: int = 28) -> str:
-    return escape(label if len(label) <= length else "..." + label[3 - length :])
 
 
 def _svg(title: str, height: float, parts: Sequence[str]) -> str:

@@ -4,10 +4,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import fsum
 from statistics import median
+from typing import NamedTuple
 
 from hessquant.records import Plan, ServerVerdict
 from hessquant.report.units import format_bytes
 from hessquant.results import CalibrationRecord, LayerRecord
+
+SERVER_HEADINGS = ("client", "opens", "known by", "reason")
+"""Of the table of verdicts."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +47,18 @@ class Totals:
     solve_seconds: float
 
 
-def relative_output_error(record: LayerRecord) -> float | None:
-    """Loss / output energy; None where the layer has no output to compare with."""
-    return record.loss / record.output_energy if record.output_energy > 0 else None
+class Kind(NamedTuple):
+    """Like weights of all blocks.
+
+    Attributes:
+        label: Their name, as short as the other kinds allow.
+        layers: What happened to each.
+        totals: All of them together.
+    """
+
+    label: str
+    layers: list[LayerRecord]
+    totals: Totals
 
 
 def totals(layers: Sequence[LayerRecord]) -> Totals:
@@ -54,7 +67,7 @@ def totals(layers: Sequence[LayerRecord]) -> Totals:
         layers=len(layers),
         rtn_layers=sum(layer.method == "rtn" for layer in layers),
         mean_relative_to_rtn=fsum(layer.relative_to_rtn for layer in layers) / len(layers) if layers else 1.0,
-        mean_relative_output_error=_mean(relative_output_error(layer) for layer in layers),
+        mean_relative_output_error=_mean(layer.relative_output_error for layer in layers),
         mean_expected_to_rtn=_mean(_to_rtn(layer, layer.expected_loss) for layer in layers),
         mean_floor_to_rtn=_mean(_to_rtn(layer, layer.floor) for layer in layers),
         raised_damping=sum(layer.damping_used > layer.damping for layer in layers),
@@ -79,21 +92,22 @@ def notes(summed: Totals) -> tuple[str, ...]:
     return tuple(f"{count:,} {one if count == 1 else many}" for count, one, many in counted if count)
 
 
-def kind(name: str) -> str:
+def kind_of(name: str) -> str:
     """Name of a weight with every index replaced, so that like weights of all blocks have one name.
 
-    >>> kind("model.layers.3.mlp.experts.12.up_proj.weight")
+    >>> kind_of("model.layers.3.mlp.experts.12.up_proj.weight")
     'model.layers.*.mlp.experts.*.up_proj.weight'
     """
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def by_kind(layers: Iterable[LayerRecord]) -> dict[str, list[LayerRecord]]:
+def kinds_of(layers: Iterable[LayerRecord]) -> dict[str, Kind]:
     """Layers of each kind, kinds in the order of their first layer."""
     kinds: dict[str, list[LayerRecord]] = {}
     for layer in layers:
-        kinds.setdefault(kind(layer.name), []).append(layer)
-    return kinds
+        kinds.setdefault(kind_of(layer.name), []).append(layer)
+    labels = kind_labels(kinds)
+    return {name: Kind(labels[name], members, totals(members)) for name, members in kinds.items()}
 
 
 def kind_labels(kinds: Iterable[str]) -> dict[str, str]:
@@ -111,7 +125,15 @@ def kind_labels(kinds: Iterable[str]) -> dict[str, str]:
 
 def worst(layers: Iterable[LayerRecord], count: int) -> list[LayerRecord]:
     """The layers with the largest relative output error, worst first."""
-    return sorted(layers, key=lambda layer: relative_output_error(layer) or 0.0, reverse=True)[:count]
+    return sorted(layers, key=lambda layer: layer.relative_output_error or 0.0, reverse=True)[:count]
+
+
+def untouched_by_reason(plan: Plan) -> dict[str, tuple[int, int]]:
+    """How many tensors are left as they are for each reason, and their bytes."""
+    sizes: dict[str, list[int]] = {}
+    for tensor in plan.untouched:
+        sizes.setdefault(tensor.reason, []).append(tensor.bytes)
+    return {reason: (len(group), sum(group)) for reason, group in sizes.items()}
 
 
 def _to_rtn(layer: LayerRecord, loss: float) -> float | None:

@@ -4,16 +4,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 
-from hessquant.report.charts import Bound, Point, bounds_chart, legend, loss_chart, output_error_chart
+from hessquant.report.charts import Point, bounds_chart, legend, loss_chart, output_error_chart
 from hessquant.report.figures import (
-    Totals,
-    by_kind,
-    kind,
-    kind_labels,
+    SERVER_HEADINGS,
+    Kind,
+    kind_of,
+    kinds_of,
     notes,
-    relative_output_error,
     remark,
     totals,
+    untouched_by_reason,
     variety,
     worst,
 )
@@ -32,7 +32,7 @@ def to_html(report: RunReport) -> str:
     title = f"Hessquant report: {plan.source}"
     sections = (
         _degraded(report.degraded),
-        f'<div class="tiles">{"".join(_tiles(report, totals(report.layers)))}</div>',
+        f'<div class="tiles">{_tiles(report)}</div>',
         *(_layer_sections(report) if report.layers else ()),
         _details(report),
     )
@@ -54,9 +54,9 @@ def _degraded(sentences: Sequence[str]) -> str:
     return f'<section class="degraded"><h2>Degraded ({len(sentences):,})</h2><ul>{items}</ul></section>'
 
 
-def _tiles(report: RunReport, summed: Totals) -> Iterable[str]:
-    plan = report.plan
-    figures = (
+def _tiles(report: RunReport) -> str:
+    plan, summed = report.plan, totals(report.layers)
+    figures = [
         (format_ratio(summed.mean_relative_to_rtn), "mean error, where round-to-nearest (RTN) is 1"),
         (format_percent(summed.mean_relative_output_error), "mean error relative to the layer's output"),
         (f"{round(plan.bits_per_weight, 4):g}", "bits per weight, scales and zeros included"),
@@ -71,35 +71,28 @@ def _tiles(report: RunReport, summed: Totals) -> Iterable[str]:
         (format_bytes(report.peak_memory_bytes), "peak memory"),
         (f"{report.forwards_per_block:g}", "forward passes per block and window"),
         (f"{report.calibration.tokens:,}", "calibration tokens"),
-        *(
-            ((f"{report.resumed_blocks}", "blocks finished by an earlier, interrupted run"),)
-            if report.resumed_blocks
-            else ()
-        ),
+    ]
+    if report.resumed_blocks:
+        figures.append((f"{report.resumed_blocks}", "blocks finished by an earlier, interrupted run"))
+    return "".join(
+        f'<div class="tile"><b>{escape(figure)}</b><span>{escape(what)}</span></div>' for figure, what in figures
     )
-    return (f'<div class="tile"><b>{escape(figure)}</b><span>{escape(what)}</span></div>' for figure, what in figures)
 
 
 def _layer_sections(report: RunReport) -> tuple[str, ...]:
-    kinds = by_kind(report.layers)
-    labels = [kind_labels(kinds)[name] for name in kinds]
-    points = _points(report, list(kinds), labels)
-    bounds = []
-    for series, (label, group) in enumerate(zip(labels, kinds.values(), strict=True)):
-        summed = totals(group)
-        loss = summed.mean_relative_to_rtn
-        bounds.append(Bound(series, label, loss, summed.mean_expected_to_rtn, summed.mean_floor_to_rtn))
+    by_name = kinds_of(report.layers)
+    kinds, points = list(by_name.values()), _points(report, by_name)
     return (
         _section(
             "Error relative to round-to-nearest",
             "One mark per weight, in the order they were quantized; lower is better, and 1 means that calibration "
             "gained nothing. Experts of one block share a mark, at their mean.",
-            legend(labels) + loss_chart(points),
+            legend(kinds) + loss_chart(points),
         ),
         _section(
             "Error relative to the layer's output",
             "Squared error of a layer's outputs divided by their squared size, by block; a line up is ten times more.",
-            legend(labels) + output_error_chart(points),
+            legend(kinds) + output_error_chart(points),
         ),
         _section(
             "Would a better algorithm help, or only more bits?",
@@ -107,28 +100,27 @@ def _layer_sections(report: RunReport) -> tuple[str, ...]:
             "expects of this method on this grid. Tick: what no order of the columns can be expected to beat. A dot "
             "close to its tick leaves little for any such algorithm to win: only more bits or smaller groups help. A "
             "dot far right of its ring points at the damping or at clipped weights.",
-            bounds_chart(bounds),
+            bounds_chart(kinds),
         ),
         _layer_table(report.layers),
     )
 
 
-def _points(report: RunReport, kinds: Sequence[str], labels: Sequence[str]) -> list[Point]:
+def _points(report: RunReport, kinds: Mapping[str, Kind]) -> list[Point]:
     """Like weights of one block (experts) become one point."""
     series = {name: index for index, name in enumerate(kinds)}
     block_of = {target.name: target.block for target in report.plan.targets}
-    groups: dict[tuple[int, int], list[LayerRecord]] = {}
+    groups: dict[tuple[int, str], list[LayerRecord]] = {}
     for layer in report.layers:
-        groups.setdefault((block_of[layer.name], series[kind(layer.name)]), []).append(layer)
+        groups.setdefault((block_of[layer.name], kind_of(layer.name)), []).append(layer)
     points = []
-    for (block, index), group in groups.items():
+    for (block, kind), group in groups.items():
         summed = totals(group)
-        name = group[0].name if len(group) == 1 else f"{labels[index]} of block {block}, mean of {len(group)}"
-        error = summed.mean_relative_output_error
-        figures = f"{format_ratio(summed.mean_relative_to_rtn)} of RTN's error, {format_percent(error)} of its output"
-        remarks = "".join(f"; {note}" for note in notes(summed))
-        title = f"{name}: {figures}{remarks}"
-        points.append(Point(index, block, title, summed.mean_relative_to_rtn, error))
+        loss, error = summed.mean_relative_to_rtn, summed.mean_relative_output_error
+        name = group[0].name if len(group) == 1 else f"{kinds[kind].label} of block {block}, mean of {len(group)}"
+        figures = f"{format_ratio(loss)} of RTN's error, {format_percent(error)} of its output"
+        title = f"{name}: {'; '.join((figures, *notes(summed)))}"
+        points.append(Point(series[kind], block, title, loss, error))
     return points
 
 
@@ -142,66 +134,67 @@ def _layer_table(layers: Sequence[LayerRecord]) -> str:
         )
     headings = ("layer", "shape", "bits", "group", "tokens", "rank", "error", "of output", "expected",
                 "floor", "damping", "time", "notes")  # fmt: skip
-    rows = (
-        "".join((f"<tr>{_cell(layer.name.removesuffix('.weight'), 'text name')}", *_layer_cells(layer), "</tr>"))
-        for layer in shown
-    )
     head = "".join(
         f'<th class="{"text" if heading in ("layer", "notes") else ""}"><button type="button">{heading}</button></th>'
         for heading in headings
     )
-    table = f'<table class="sortable"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
+    table = _table("sortable", head, map(_layer_cells, shown))
     return _section("Every layer", hint, f'<div class="scroll">{table}</div>')
 
 
 def _layer_cells(layer: LayerRecord) -> Iterable[str]:
     summed = totals([layer])
-    error = relative_output_error(layer)
+    expected, floor = summed.mean_expected_to_rtn, summed.mean_floor_to_rtn
+    error, rank = layer.relative_output_error, layer.effective_rank
     figures: tuple[tuple[str, float | None], ...] = (
         (f"{layer.rows} x {layer.columns}", layer.rows * layer.columns),
         (str(layer.bits), layer.bits),
         (format_group(layer.group_size), layer.columns if layer.group_size == -1 else layer.group_size),
         (f"{layer.tokens:,}", layer.tokens),
-        ("-" if layer.effective_rank is None else f"{layer.effective_rank:,}", layer.effective_rank),
+        ("-" if rank is None else f"{rank:,}", rank),
         (format_ratio(layer.relative_to_rtn), layer.relative_to_rtn),
         (format_percent(error), error),
-        (format_ratio(summed.mean_expected_to_rtn), summed.mean_expected_to_rtn),
-        (format_ratio(summed.mean_floor_to_rtn), summed.mean_floor_to_rtn),
+        (format_ratio(expected), expected),
+        (format_ratio(floor), floor),
         (f"{layer.damping_used:g}", layer.damping_used),
         (format_seconds(layer.seconds), layer.seconds),
     )
-    for text, value in figures:
-        yield f'<td data-value="{-1 if value is None else value}">{escape(text)}</td>'
+    yield _cell(layer.name.removesuffix(".weight"), "text name")
+    yield from (f'<td data-value="{-1 if value is None else value}">{escape(text)}</td>' for text, value in figures)
     yield _cell("; ".join(notes(summed)), "text")
 
 
 def _details(report: RunReport) -> str:
-    plan, calibration = report.plan, report.calibration
-    servers = "".join(
-        f'<tr>{_cell(verdict.server, "text")}<td class="text {verdict.opens}">{verdict.opens}</td>'
-        f"{_cell(verdict.basis, 'text')}{_cell(remark(verdict), 'text')}</tr>"
-        for verdict in plan.servers
+    calibration, varied = report.calibration, variety(report.calibration, report.layers)
+    verdicts = (
+        (
+            _cell(verdict.server, "text"),
+            _cell(verdict.opens, f"text {verdict.opens}"),
+            _cell(verdict.basis, "text"),
+            _cell(remark(verdict), "text"),
+        )
+        for verdict in report.plan.servers
     )
-    untouched: dict[str, list[int]] = {}
-    for tensor in plan.untouched:
-        untouched.setdefault(tensor.reason, []).append(tensor.bytes)
-    copied = {reason: f"{len(sizes):,} tensors, {format_bytes(sum(sizes))}" for reason, sizes in untouched.items()}
-    tokens = {
-        "source": calibration.source,
-        "windows": f"{calibration.windows:,}",
-        "tokens": f"{calibration.tokens:,} of {calibration.tokens_available:,}",
-        "digest of the token ids": calibration.digest,
+    head = "".join(f'<th class="text">{heading}</th>' for heading in SERVER_HEADINGS)
+    lists: dict[str, Mapping[str, object]] = {
+        "Calibration": {
+            "source": calibration.source,
+            "windows": f"{calibration.windows:,}",
+            "tokens": f"{calibration.tokens:,} of {calibration.tokens_available:,}",
+            "digest of the token ids": calibration.digest,
+            **({"variety": varied} if varied else {}),
+        },
+        "Copied as they are": {
+            reason: f"{count:,} tensors, {format_bytes(size)}"
+            for reason, (count, size) in untouched_by_reason(report.plan).items()
+        },
+        "Settings": report.settings,
+        "Environment": report.environment,
     }
-    varied = variety(calibration, report.layers)
-    if varied:
-        tokens["variety"] = varied
-    head = "".join(f'<th class="text">{heading}</th>' for heading in ("client", "opens", "known by", "reason"))
-    table = f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{servers}</tbody></table></div>'
-    return _section("What will open it", "", table) + (
-        '<div class="columns">'
-        f"{_section('Calibration', '', _list(tokens))}{_section('Copied as they are', '', _list(copied))}"
-        f"{_section('Settings', '', _list(report.settings))}{_section('Environment', '', _list(report.environment))}"
-        "</div>"
+    sections = "".join(_section(title, "", _list(entries)) for title, entries in lists.items())
+    table = _table("", head, verdicts)
+    return _section("What will open it", "", f'<div class="wide">{table}</div>') + (
+        f'<div class="columns">{sections}</div>'
     )
 
 
@@ -213,6 +206,12 @@ def _grids(report: RunReport) -> str:
 def _section(title: str, note: str, body: str) -> str:
     remark = f'<p class="note">{escape(note)}</p>' if note else ""
     return f"<section><h2>{escape(title)}</h2>{remark}{body}</section>"
+
+
+def _table(style: str, head: str, rows: Iterable[Iterable[str]]) -> str:
+    opening = f'<table class="{style}">' if style else "<table>"
+    body = "".join(f"<tr>{''.join(cells)}</tr>" for cells in rows)
+    return f"{opening}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _cell(text: str, style: str) -> str:

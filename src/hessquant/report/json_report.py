@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from hessquant.errors import NonFiniteError
 from hessquant.records import GridSpec, Plan
-from hessquant.report.figures import relative_output_error, totals
+from hessquant.report.figures import totals
 from hessquant.results import Evaluation, ExportReport, Inspection, LayerRecord, RunReport
 
 REPORT_NAME = "hessquant-report.json"
@@ -36,23 +36,33 @@ def from_json(text: str) -> RunReport:
     """
     value = json.loads(text)
     try:
-        report: RunReport = _built(RunReport, value)
+        report: RunReport = built(RunReport, value)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a run report: {error}") from error
     return report
 
 
-def _built(kind: Any, value: Any) -> Any:
-    """What `_plain` made plain, as its type says; keys that a record does not have are derived ones."""
+def built(kind: Any, value: Any) -> Any:
+    """A record, or a part of one, out of what JSON made of it.
+
+    Keys that the record does not have are derived ones, or another version's.
+
+    Args:
+        kind: Its type.
+        value: What JSON has.
+
+    Raises:
+        KeyError, TypeError, AttributeError: If it is something else.
+    """
     if isinstance(kind, type) and is_dataclass(kind):
         hints = get_type_hints(kind)
         # What a report of an earlier version does not have yet is what the record takes in its place.
         value = value | {name: value for name, hint in hints.items() if hint is GridSpec and name not in value}
         known = (field for field in fields(kind) if field.name in value or field.default is MISSING)
-        return kind(**{field.name: _built(hints[field.name], value[field.name]) for field in known})
+        return kind(**{field.name: built(hints[field.name], value[field.name]) for field in known})
     if get_origin(kind) is tuple:
         # Every tuple of the records is of one kind throughout.
-        return tuple(_built(get_args(kind)[0], item) for item in value)
+        return tuple(built(get_args(kind)[0], item) for item in value)
     return value
 
 
@@ -80,10 +90,7 @@ def _plain(value: Any, path: str) -> Any:
 
 def _derived(record: Any) -> dict[str, Any]:
     if isinstance(record, LayerRecord):
-        return {
-            "relative_to_rtn": record.relative_to_rtn,
-            "relative_output_error": relative_output_error(record),
-        }
+        return {"relative_to_rtn": record.relative_to_rtn, "relative_output_error": record.relative_output_error}
     if isinstance(record, RunReport):
         return {"totals": asdict(totals(record.layers))}
     return {}

@@ -1,20 +1,18 @@
 """A run's progress on the terminal: a bar where someone watches, a line now and then where nobody does."""
 
-import os
 import time
-from pathlib import Path
-from types import TracebackType
-from typing import Self
+from statistics import fmean
+from typing import Any, Self
 
+import psutil
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 from rich.text import Text
 
 from hessquant.report.units import format_bytes, format_ratio, format_seconds
 from hessquant.results import LayerRecord
 
-_STATM = Path("/proc/self/statm")
 _LINES_PER_STAGE = 10
 # Weights of a block differ in cost; the time left must average over whole blocks.
 _SPEED_PERIOD_SECONDS = 600.0
@@ -26,19 +24,46 @@ def make_progress(console: Console) -> "BarProgress | LineProgress":
     return BarProgress(console) if console.is_terminal else LineProgress(console)
 
 
-def resident_bytes() -> int | None:
-    """Resident memory of this process; None where the system has no /proc."""
-    if not _STATM.exists():
-        return None
-    pages = int(_STATM.read_text(encoding="ascii").split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    return int(psutil.Process().memory_info().rss)
 
 
-class BarProgress:
-    """Implements `hessquant.results.Progress` by one live bar on `console`; finished stages become lines."""
+class _Stages:
+    """What both have in common: a stage that is done becomes a line on `console`, one that failed does not."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        self._name = ""
+        self._started = 0.0
+
+    def __enter__(self) -> Self:
+        """Show nothing yet."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        """End the last stage."""
+        self._end(done=kind is None)
+
+    def stage(self, name: str, steps: int) -> None:
+        """End the stage before, and begin one of `steps` steps."""
+        self._end(done=True)
+        self._name, self._started = name, time.monotonic()
+
+    def _end(self, *, done: bool) -> None:
+        if self._name and done:
+            self._print(f"{self._name}: done in {format_seconds(time.monotonic() - self._started)}")
+
+    def _print(self, line: str) -> None:
+        # Log files are read and searched by lines: never wrap one.
+        self._console.print(Text(line), soft_wrap=True)
+
+
+class BarProgress(_Stages):
+    """Implements `hessquant.results.Progress` by one live bar on `console`."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=8)),
@@ -50,78 +75,48 @@ class BarProgress:
             console=console,
             speed_estimate_period=_SPEED_PERIOD_SECONDS,
         )
-        self._task: TaskID | None = None
-        self._name = ""
-        self._started = 0.0
 
-    def __enter__(self) -> Self:
-        """Draw nothing yet: the bar appears with the first stage."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Take the bar away; a stage that failed gets no "done" line."""
-        self._close(finished=error is None)
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        """End the last stage, and give the terminal back."""
+        super().__exit__(kind)
         self._bar.stop()
 
     def stage(self, name: str, steps: int) -> None:
         """Begin a new bar of `steps` steps."""
-        self._close(finished=True)
-        self._name, self._started = name, time.monotonic()
-        self._task = self._bar.add_task(name, total=steps or None, weight="", error="", memory=_memory())
+        super().stage(name, steps)
+        self._bar.add_task(name, total=steps or None, weight="", error="", memory=format_bytes(resident_bytes()))
         self._bar.start()
 
     def advance(self, detail: str) -> None:
         """Move the bar on by one step and name it."""
-        if self._task is not None:
-            self._bar.update(self._task, advance=1, weight=_short(detail), error="", memory=_memory())
+        # The end of a name tells weights apart.
+        name = detail.removesuffix(".weight")
+        name = name if len(name) <= _NAME_WIDTH else "..." + name[3 - _NAME_WIDTH :]
+        self._update(advance=1, weight=name, error="", memory=format_bytes(resident_bytes()))
 
     def layer(self, record: LayerRecord) -> None:
         """Show the error of the weight that was just quantized."""
-        if self._task is not None:
-            error = f"{format_ratio(record.relative_to_rtn)} RTN"
-            self._bar.update(self._task, weight=_short(record.name), error=error)
+        self._update(error=f"{format_ratio(record.relative_to_rtn)} RTN")
 
-    def _close(self, finished: bool) -> None:
-        if self._task is None:
-            return
-        self._bar.remove_task(self._task)
-        self._task = None
-        if finished:
-            self._console.print(_done(self._name, self._started))
+    def _update(self, **shown: Any) -> None:
+        for task in self._bar.task_ids:
+            self._bar.update(task, **shown)
+
+    def _end(self, *, done: bool) -> None:
+        for task in self._bar.task_ids:
+            self._bar.remove_task(task)
+        super()._end(done=done)
 
 
-class LineProgress:
+class LineProgress(_Stages):
     """Implements `hessquant.results.Progress` by about ten plain lines per stage on `console`."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._name = ""
-        self._steps = 0
-        self._step = 0
-        self._started = 0.0
-        self._errors: list[float] = []
-
-    def __enter__(self) -> Self:
-        """Print nothing yet."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Say that the last stage is done, unless it failed."""
-        if self._name and error is None:
-            self._print(_done(self._name, self._started))
 
     def stage(self, name: str, steps: int) -> None:
         """Print that a stage of `steps` steps begins."""
-        if self._name:
-            self._print(_done(self._name, self._started))
-        self._name, self._steps, self._step = name, steps, 0
-        self._started = time.monotonic()
-        self._errors = []
-        self._print(Text(f"{name}: {steps} steps" if steps else f"{name}: begins"))
+        super().stage(name, steps)
+        self._steps, self._step = steps, 0
+        self._errors: list[float] = []
+        self._print(f"{name}: {steps} steps" if steps else f"{name}: begins")
 
     def advance(self, detail: str) -> None:
         """Count a step; print a line when it completes another tenth of the stage."""
@@ -133,28 +128,9 @@ class LineProgress:
         left = elapsed / self._step * (self._steps - self._step)
         parts = [f"{100 * self._step // self._steps} %", f"{format_seconds(left)} left", detail]
         if self._errors:
-            parts.append(f"mean error {format_ratio(sum(self._errors) / len(self._errors))} of RTN's")
-        self._print(Text(f"{self._name}: {', '.join(part for part in (*parts, _memory()) if part)}"))
+            parts.append(f"mean error {format_ratio(fmean(self._errors))} of RTN's")
+        self._print(f"{self._name}: {', '.join(filter(None, (*parts, format_bytes(resident_bytes()))))}")
 
     def layer(self, record: LayerRecord) -> None:
         """Take a weight's error into the mean that the next line gives."""
         self._errors.append(record.relative_to_rtn)
-
-    def _print(self, line: Text) -> None:
-        # Log files are read and searched by lines: never wrap one.
-        self._console.print(line, soft_wrap=True)
-
-
-def _done(stage: str, started: float) -> Text:
-    return Text(f"{stage}: done in {format_seconds(time.monotonic() - started)}")
-
-
-def _memory() -> str:
-    resident = resident_bytes()
-    return "" if resident is None else format_bytes(resident)
-
-
-def _short(name: str) -> str:
-    """Keep the end of a name, which tells weights apart."""
-    name = name.removesuffix(".weight")
-    return name if len(name) <= _NAME_WIDTH else "..." + name[3 - _NAME_WIDTH :]

@@ -1,26 +1,28 @@
 """Records as tables for the terminal; readable at 80 columns and without colour."""
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from hessquant.records import Plan, Target
 from hessquant.report.figures import (
-    by_kind,
-    kind,
+    SERVER_HEADINGS,
     kind_labels,
+    kind_of,
+    kinds_of,
     memory_sentences,
     notes,
     reach,
-    relative_output_error,
     remark,
     totals,
+    untouched_by_reason,
     variety,
     worst,
 )
@@ -57,8 +59,7 @@ def render_plan(plan: Plan) -> RenderableType:
 def render_run(report: RunReport, out: Path) -> RenderableType:
     """Tables of what a run did: error per kind of weight, worst layers, what was degraded, what it cost."""
     return _page(
-        _kinds_table(report.layers),
-        _kind_notes(report.layers),
+        *_kinds_tables(report.layers),
         _worst_table(report.layers),
         _run_facts(report, out),
         _sentences("Degraded", report.degraded, "yellow") if report.degraded else None,
@@ -67,22 +68,17 @@ def render_run(report: RunReport, out: Path) -> RenderableType:
 
 def render_evaluation(evaluation: Evaluation) -> RenderableType:
     """Table of a model's perplexity, beside its base model's where there is one."""
-    compared = evaluation.comparison
-    table = _table("Evaluation")
-    table.add_column("model", overflow="fold")
-    for heading in ("perplexity", "KL divergence", "same top token"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    if compared is not None:
-        _row(table, compared.base, f"{compared.base_perplexity:.4f}", "base", "base")
-        difference = (f"{compared.kl_divergence:.5f} nats", f"{100 * compared.top1_agreement:.2f} %")
-    else:
-        difference = ("-", "-")
-    _row(table, evaluation.model, f"{evaluation.perplexity:.4f}", *difference)
+    base = evaluation.comparison
+    rows = [(evaluation.model, f"{evaluation.perplexity:.4f}", "-", "-")]
+    if base is not None:
+        difference = f"{base.kl_divergence:.5f} nats", f"{100 * base.top1_agreement:.2f} %"
+        rows = [(base.base, f"{base.base_perplexity:.4f}", "base", "base"), (*rows[0][:2], *difference)]
+    columns = _names("model"), _figures("perplexity"), _figures("KL divergence"), _figures("same top token")
     recipe = (
         f"{evaluation.tokens:,} predicted tokens in {evaluation.windows:,} windows of "
         f"{evaluation.window_length:,}, float32, text: {evaluation.text}; {evaluation.nll:.5f} nats per token"
     )
-    return _page(table, Text(recipe, style="dim"))
+    return _page(_table("Evaluation", columns, rows), Text(recipe, style="dim"))
 
 
 def render_export(report: ExportReport, out: Path) -> RenderableType:
@@ -108,137 +104,127 @@ def render_inspection(inspection: Inspection) -> RenderableType:
         ("Other tensors", f"{len(inspection.untouched):,}, {format_bytes(copied)}"),
         ("Size", format_bytes(inspection.total_bytes)),
     )
-    table = _weights_table(inspection.weights)
-    verdict = _sentences("Faults", inspection.faults, "red") if inspection.faults else Text("No faults found.")
-    unchecked = Text(f"Not compared with the model that its config names: {inspection.unchecked}")
-    return _page(facts, table if inspection.weights else None, verdict, unchecked if inspection.unchecked else None)
+    return _page(
+        facts,
+        _weights_table(inspection.weights) if inspection.weights else None,
+        _sentences("Faults", inspection.faults, "red") if inspection.faults else Text("No faults found."),
+        Text(f"Not compared with the model that its config names: {inspection.unchecked}")
+        if inspection.unchecked
+        else None,
+    )
 
 
 def _plan_facts(plan: Plan) -> Table:
-    blocks = " + ".join(f"{count} x {name}" for name, count in Counter(map(kind, plan.blocks)).items())
     smaller = plan.output_bytes / plan.source_bytes if plan.source_bytes else 1.0
     grids = ", ".join(sorted({format_grid(target.grid) for target in plan.targets}))
     groups = ", ".join(map(format_group, sorted({target.grid.group_size for target in plan.targets})))
-    size = f"{format_bytes(plan.source_bytes)} -> {format_bytes(plan.output_bytes)} ({format_percent(smaller)})"
+    context = f", of a context of {plan.context:,}" if plan.context is not None else ""
+    machine = f" of the machine's {format_bytes(plan.machine_memory)}" if plan.machine_memory else ""
     return _facts(
         ("Model", f"{plan.source} ({plan.architecture})"),
-        ("Blocks", blocks),
-        *([("Run as one", f"the whole model is in memory, since {plan.whole}")] if plan.whole else []),
+        ("Blocks", " + ".join(f"{count} x {name}" for name, count in Counter(map(kind_of, plan.blocks)).items())),
+        ("Run as one", f"the whole model is in memory, since {plan.whole}" if plan.whole else None),
         ("Targets", f"{len(plan.targets):,} weights, {grids}, group {groups}"),
         ("Bits per weight", f"{round(plan.bits_per_weight, 4):g}"),
-        ("Size", size),
+        (
+            "Size",
+            f"{format_bytes(plan.source_bytes)} -> {format_bytes(plan.output_bytes)} ({format_percent(smaller)})",
+        ),
         (
             "Left in 16 bit",
             f"{format_percent(plan.unquantized_share)} of the weight bytes; "
             f"{format_percent(plan.unquantized_matrices)} without embeddings and head",
         ),
-        *([("Windows", _window(plan))] if plan.window_length is not None else []),
-        ("Memory", _memory(plan)),
+        ("Windows", None if plan.window_length is None else f"up to {plan.window_length:,} tokens{context}"),
+        ("Memory", f"about {format_bytes(plan.memory_bytes)}{machine}"),
         ("Tensor parallel", reach(plan.tensor_parallel, plan.tensor_parallel_limit)),
     )
 
 
-def _window(plan: Plan) -> str:
-    context = f", of a context of {plan.context:,}" if plan.context is not None else ""
-    return f"up to {plan.window_length:,} tokens{context}"
-
-
-def _memory(plan: Plan) -> str:
-    about = f"about {format_bytes(plan.memory_bytes)}"
-    return f"{about} of the machine's {format_bytes(plan.machine_memory)}" if plan.machine_memory else about
-
-
 def _weights_table(weights: Iterable[Target | InspectedWeight]) -> Table:
     """Weights by name, shape and grid, like ones counted instead of listed."""
-    counted = Counter((kind(weight.name), weight.rows, weight.columns, weight.grid) for weight in weights)
+    counted = Counter((kind_of(weight.name), weight.rows, weight.columns, weight.grid) for weight in weights)
     labels = kind_labels(name for name, *_ in counted)
-    table = _table("Quantized weights", footer=True)
-    table.add_column("weight", "total", overflow="fold")
-    for heading in ("rows x columns", "grid", "group"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("count", f"{sum(counted.values()):,}", justify="right", no_wrap=True)
-    for (name, rows, columns, grid), count in counted.items():
-        _row(table, labels[name], f"{rows} x {columns}", format_grid(grid), format_group(grid.group_size), f"{count:,}")
-    return table
+    columns = (
+        _names("weight", "total"),
+        *map(_figures, ("rows x columns", "grid", "group")),
+        _figures("count", f"{counted.total():,}"),
+    )
+    rows = (
+        (labels[name], f"{rows} x {columns}", format_grid(grid), format_group(grid.group_size), f"{count:,}")
+        for (name, rows, columns, grid), count in counted.items()
+    )
+    return _table("Quantized weights", columns, rows)
 
 
 def _untouched_table(plan: Plan) -> Table:
-    grouped: dict[str, list[int]] = defaultdict(list)
-    for tensor in plan.untouched:
-        grouped[tensor.reason].append(tensor.bytes)
-    sizes = [size for group in grouped.values() for size in group]
-    table = _table("Copied as they are", footer=True)
-    table.add_column("why", "total", overflow="fold")
-    table.add_column("count", f"{len(sizes):,}", justify="right", no_wrap=True)
-    table.add_column("bytes", format_bytes(sum(sizes)), justify="right", no_wrap=True)
-    for reason, group in grouped.items():
-        _row(table, reason, f"{len(group):,}", format_bytes(sum(group)))
-    return table
+    total = sum(tensor.bytes for tensor in plan.untouched)
+    columns = (
+        _names("why", "total"),
+        _figures("count", f"{len(plan.untouched):,}"),
+        _figures("bytes", format_bytes(total)),
+    )
+    reasons = untouched_by_reason(plan)
+    rows = ((reason, f"{count:,}", format_bytes(size)) for reason, (count, size) in reasons.items())
+    return _table("Copied as they are", columns, rows)
 
 
 def _servers_table(plan: Plan) -> Table:
-    table = _table("What will open it")
-    table.add_column("client", no_wrap=True)
-    table.add_column("opens", no_wrap=True)
-    table.add_column("known by", no_wrap=True)
-    table.add_column("reason", overflow="fold")
-    for verdict in plan.servers:
-        opens = Text(verdict.opens, style=_OPENS_STYLES[verdict.opens])
-        table.add_row(Text(verdict.server), opens, Text(verdict.basis), Text(remark(verdict)))
-    return table
+    *short, reason = SERVER_HEADINGS
+    columns = *(Column(heading, no_wrap=True) for heading in short), _names(reason)
+    rows = (
+        (verdict.server, Text(verdict.opens, style=_OPENS_STYLES[verdict.opens]), verdict.basis, remark(verdict))
+        for verdict in plan.servers
+    )
+    return _table("What will open it", columns, rows)
 
 
-def _kinds_table(layers: Sequence[LayerRecord]) -> Table:
-    kinds = by_kind(layers)
-    labels = kind_labels(kinds)
-    overall = totals(layers)
-    table = _table("Error per kind of weight (RTN = round to nearest)", footer=True)
-    longest = max(map(len, labels.values()), default=0)
-    table.add_column("weight", "total", overflow="fold", min_width=min(longest, _LABEL_WIDTH))
-    table.add_column("count", f"{len(layers):,}", justify="right", no_wrap=True)
-    table.add_column("error\n/ RTN's", format_ratio(overall.mean_relative_to_rtn), justify="right", no_wrap=True)
-    error = format_percent(overall.mean_relative_output_error)
-    table.add_column("relative\nto output", error, justify="right", no_wrap=True)
-    table.add_column("damping", justify="right", overflow="fold")
-    table.add_column("tokens", justify="right", overflow="fold")
-    for name, group in kinds.items():
-        summed = totals(group)
-        _row(
-            table,
-            labels[name],
+def _kinds_tables(layers: Sequence[LayerRecord]) -> Iterator[Table]:
+    """What became of each kind of weight, and what a reader should not overlook."""
+    kinds, overall = kinds_of(layers).values(), totals(layers)
+    longest = max((len(label) for label, _, _ in kinds), default=0)
+    columns = (
+        _names("weight", "total", min_width=min(longest, _LABEL_WIDTH)),
+        _figures("count", f"{len(layers):,}"),
+        _figures("error\n/ RTN's", format_ratio(overall.mean_relative_to_rtn)),
+        _figures("relative\nto output", format_percent(overall.mean_relative_output_error)),
+        _names("damping", justify="right"),
+        _names("tokens", justify="right"),
+    )
+    rows = (
+        (
+            label,
             f"{len(group):,}",
             format_ratio(summed.mean_relative_to_rtn),
             format_percent(summed.mean_relative_output_error),
             format_range([layer.damping_used for layer in group], "{:g}".format),
             format_range([layer.tokens for layer in group], "{:,}".format),
         )
-    return table
-
-
-def _kind_notes(layers: Sequence[LayerRecord]) -> RenderableType | None:
-    kinds = by_kind(layers)
-    labels = kind_labels(kinds)
-    noted = {labels[name]: "; ".join(notes(totals(group))) for name, group in kinds.items()}
-    facts = [(label, note) for label, note in noted.items() if note]
-    return _facts(*facts) if facts else None
+        for label, group, summed in kinds
+    )
+    yield _table("Error per kind of weight (RTN = round to nearest)", columns, rows)
+    noted = [(label, "; ".join(notes(summed))) for label, _, summed in kinds if notes(summed)]
+    if noted:
+        yield _facts(*noted)
 
 
 def _worst_table(layers: Sequence[LayerRecord]) -> Table:
     shown = worst(layers, _WORST_SHOWN)
-    table = _table(f"The {len(shown)} layers with the largest error relative to their output")
-    table.add_column("layer", overflow="fold")
-    table.add_column("error / RTN's", justify="right", no_wrap=True)
-    table.add_column("relative to output", justify="right", no_wrap=True)
-    for layer in shown:
-        error = format_percent(relative_output_error(layer))
-        _row(table, layer.name.removesuffix(".weight"), format_ratio(layer.relative_to_rtn), error)
-    return table
+    columns = _names("layer"), _figures("error / RTN's"), _figures("relative to output")
+    rows = (
+        (
+            layer.name.removesuffix(".weight"),
+            format_ratio(layer.relative_to_rtn),
+            format_percent(layer.relative_output_error),
+        )
+        for layer in shown
+    )
+    return _table(f"The {len(shown)} layers with the largest error relative to their output", columns, rows)
 
 
 def _run_facts(report: RunReport, out: Path) -> Table:
-    summed = totals(report.layers)
-    calibration = report.calibration
-    varied = variety(calibration, report.layers)
+    summed, calibration = totals(report.layers), report.calibration
+    resumed, mapped = report.resumed_blocks, report.mapped_activation_bytes
     bounds = (
         f"{format_ratio(summed.mean_relative_to_rtn)} of RTN's; "
         f"{format_ratio(summed.mean_expected_to_rtn)} was expected, no order beats "
@@ -247,22 +233,14 @@ def _run_facts(report: RunReport, out: Path) -> Table:
     return _facts(
         ("Mean error", bounds),
         ("Calibration", f"{calibration.tokens:,} tokens in {calibration.windows:,} windows of {calibration.source}"),
-        *((("Variety", varied),) if varied else ()),
+        ("Variety", variety(calibration, report.layers) or None),
         ("Verified", f"{report.verified_tensors:,} of {len(report.layers):,} weights re-read and decoded exactly"),
         ("Size", f"{format_bytes(report.plan.source_bytes)} -> {format_bytes(report.output_bytes)}"),
         ("Time", f"{format_seconds(report.seconds)}; CPU time {format_seconds(report.cpu_seconds)}"),
         ("Peak memory", format_bytes(report.peak_memory_bytes)),
         ("Forward passes", f"{report.forwards_per_block:g} per block and window"),
-        *(
-            (("Resumed", f"{report.resumed_blocks} blocks were finished by an earlier run"),)
-            if report.resumed_blocks
-            else ()
-        ),
-        *(
-            (("Activations", f"{format_bytes(report.mapped_activation_bytes)} were kept in files"),)
-            if report.mapped_activation_bytes
-            else ()
-        ),
+        ("Resumed", f"{resumed} blocks were finished by an earlier run" if resumed else None),
+        ("Activations", f"{format_bytes(mapped)} were kept in files" if mapped else None),
         ("Checkpoint", str(out)),
         ("Report", str(out / REPORT_NAME)),
         ("Page", str(out / PAGE_NAME)),
@@ -273,29 +251,40 @@ def _page(*parts: RenderableType | None) -> Group:
     return Group(*(Padding(part, (0, 0, 1, 0)) for part in parts if part is not None))
 
 
-def _table(title: str, footer: bool = False) -> Table:
-    return Table(
+def _names(heading: str, total: str = "", **form: Any) -> Column:
+    """A column whose cells may be long."""
+    return Column(heading, total, overflow="fold", **form)
+
+
+def _figures(heading: str, total: str = "") -> Column:
+    return Column(heading, total, justify="right", no_wrap=True)
+
+
+def _table(title: str, columns: Iterable[Column], rows: Iterable[Iterable[str | Text]]) -> Table:
+    columns = tuple(columns)
+    table = Table(
+        *columns,
         title=Text(title, style="bold"),
         title_justify="left",
         box=box.SIMPLE,
         show_edge=False,
-        show_footer=footer,
+        show_footer=any(column.footer for column in columns),
         padding=(0, 1, 0, 0),
         header_style="dim",
     )
+    return _filled(table, rows)
 
 
-def _row(table: Table, *cells: str) -> None:
-    """Add cells that are shown as they are: names from a checkpoint may look like markup."""
-    table.add_row(*(Text(cell) for cell in cells))
+def _facts(*facts: tuple[str, str | None]) -> Table:
+    """What is known by name; None = there is nothing to say."""
+    table = Table.grid(Column(style="dim", no_wrap=True), Column(overflow="fold"), padding=(0, 2))
+    return _filled(table, ((name, fact) for name, fact in facts if fact is not None))
 
 
-def _facts(*facts: tuple[str, str]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, fact in facts:
-        _row(table, name, fact)
+def _filled(table: Table, rows: Iterable[Iterable[str | Text]]) -> Table:
+    """Cells are shown as they are: names from a checkpoint may look like markup."""
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table
 
 

@@ -1,0 +1,52 @@
+"""Planning: a model, what it is calibrated on, and settings -> everything that will happen."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hessquant.checkpoint.reader import CheckpointReader
+from hessquant.config import Config
+from hessquant.models.source import ModelSource, resolve
+from hessquant.pipeline.publishing import refuse_form
+from hessquant.pipeline.windows import Calibration
+from hessquant.planning import plan as planning
+from hessquant.records import Plan
+
+
+def make_plan(model: str, config: Config | None = None, *, calibration: str | Iterable[Any] = "builtin") -> Plan:
+    """Decide what quantizing `model` would do, without reading a weight.
+
+    Args:
+        model: As `quantize` takes it.
+        config: Settings.
+        calibration: As `quantize` takes it; only samples that are more than text decide anything. Of a text no more is
+            read than its beginning, so that it may still be refused where it goes on, or be too short.
+
+    Raises:
+        RefusedError: If it would be refused; the subclass and the message say why.
+    """
+    with planned(model, config or Config(), calibration) as (_, _, _, plan):
+        return plan
+
+
+@contextmanager
+def planned(
+    model: str, config: Config, calibration: str | Iterable[Any]
+) -> Iterator[tuple[ModelSource, CheckpointReader, Calibration, Plan]]:
+    """A model, its checkpoint, which is open inside, what it is calibrated on, and its plan.
+
+    Args:
+        model: As `quantize` takes it.
+        config: Settings.
+        calibration: As `quantize` takes it.
+
+    Raises:
+        RefusedError: As `make_plan`.
+    """
+    source = resolve(model, trust_remote_code=config.trust_remote_code)
+    with CheckpointReader(source.directory) as reader:
+        inputs = Calibration(source, calibration, config)
+        inputs.check()
+        plan = planning.make_plan(source, reader.tensors, config, inputs=inputs.sample)
+        refuse_form(config.format, reader, plan)
+        yield source, reader, inputs, plan
