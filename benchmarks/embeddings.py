@@ -112,7 +112,7 @@ def quantized(model: Path, out: Path, config: hessquant.Config, text: str | list
     for directory in (out, out.with_name(f"{out.name}.run")):
         shutil.rmtree(directory, ignore_errors=True)
     report = hessquant.quantize(str(model), out, config, calibration=text)
-    return load_model(resolve(str(out)), trust_remote_code=False), report
+    return load_model(resolve(str(out))), report
 
 
 def main() -> None:
@@ -135,7 +135,7 @@ def main() -> None:
     every = len(chosen) // arguments.queries
     asking = chosen[::every][: arguments.queries]
     chosen = asking + [sentence for sentence in chosen if sentence not in set(asking)]
-    original = embeddings(load_model(resolve(str(model)), trust_remote_code=False), tokenizer, chosen)
+    original = embeddings(load_model(resolve(str(model))), tokenizer, chosen)
     print(f"| bits | | mean cosine | worst | Spearman | worst | {NEAREST} nearest shared | first the same |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for bits in arguments.bits:

@@ -32,8 +32,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import hessquant.pipeline.quantizing  # now, and not when `quantize` is first named: imports belong to the baseline
 from hessquant.planning.size import TOKENS_PER_BATCH, suspended_bytes, work
-from hessquant.records import LayerRecord, RunReport
 from hessquant.report.json_report import REPORT_NAME, from_json
+from hessquant.results import LayerRecord, RunReport
 
 WORK = Path(__file__).resolve().parents[1] / ".bench"
 STAGES = ("load", "check", "record", "quantize", "write", "verify")

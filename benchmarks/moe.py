@@ -34,7 +34,8 @@ from hessquant.core import experts
 from hessquant.evaluation.comparison import Contrast, compare
 from hessquant.models.source import resolve
 from hessquant.pipeline.evaluating import load_model
-from hessquant.records import RunReport, TokenWindow
+from hessquant.records import TokenWindow
+from hessquant.results import RunReport
 from rounding import rounded
 
 VOCABULARY, LENGTH, GROUP_SIZE = 1024, 256, 32
@@ -125,7 +126,7 @@ def quantized(model: Path, out: Path, bits: int, windows: int, seed: int, varian
         report = hessquant.quantize(str(model), out, config)
     finally:
         experts.PRIOR_TOKENS_PER_COLUMN = shipped
-    return load_model(resolve(str(out)), trust_remote_code=False), report
+    return load_model(resolve(str(out))), report
 
 
 def of_experts(report: RunReport) -> dict[str, float]:
@@ -146,7 +147,7 @@ def of_experts(report: RunReport) -> dict[str, float]:
 def measure(arguments: argparse.Namespace, model: Path) -> Iterator[dict]:
     """One row per variant, width and number of calibration windows; each with a figure per seed."""
     evaluation = held_out(model, arguments.evaluation_windows)
-    original = load_model(resolve(str(model)), trust_remote_code=False)
+    original = load_model(resolve(str(model)))
     for bits in arguments.bits:
         if "rtn" in arguments.variants:
             config = hessquant.Config(bits=bits, group_size=GROUP_SIZE)

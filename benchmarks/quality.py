@@ -19,8 +19,8 @@ import hessquant
 import peers
 import perplexity
 import workload
-from hessquant.checkpoint.decode import decoded_state
 from hessquant.checkpoint.reader import CheckpointReader
+from hessquant.checkpoint.unpacked import decoded_state
 from hessquant.models.load import build
 from hessquant.models.source import resolve
 from rounding import rounded

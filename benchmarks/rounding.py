@@ -5,9 +5,10 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 import hessquant
-from hessquant.core.grid import GridSpec, QuantizedWeight, encode, min_max
+from hessquant.core.grid import QuantizedWeight, encode, min_max
 from hessquant.models.source import resolve
 from hessquant.pipeline.evaluating import load_model
+from hessquant.records import GridSpec
 from hessquant.run.solve import matrix_at, put_back
 
 
@@ -18,10 +19,10 @@ def rounded(model: Path, config: hessquant.Config) -> PreTrainedModel:
         model: Directory of the original.
         config: Bits, group size, symmetry and choice of targets are taken from it.
     """
-    built = load_model(resolve(str(model)), trust_remote_code=False)
+    built = load_model(resolve(str(model)))
     parameters = dict(built.named_parameters())
     for target in hessquant.make_plan(str(model), config).targets:
         weight = matrix_at(parameters, target)
-        grid = min_max(weight, GridSpec(target.bits, target.symmetric, target.group_size))
+        grid = min_max(weight, GridSpec(target.bits, target.group_size, target.symmetric))
         put_back(QuantizedWeight(encode(weight, grid), grid), target, parameters)
     return built

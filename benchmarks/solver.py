@@ -26,9 +26,10 @@ from hessquant.config import Config
 from hessquant.core import grid as grids
 from hessquant.core.factor import Factor, factorize
 from hessquant.core.gptq import sweep
-from hessquant.core.grid import Grid, GridSpec
+from hessquant.core.grid import Grid
 from hessquant.core.objective import loss
 from hessquant.kernels.dispatch import kernels_for, solve
+from hessquant.records import GridSpec
 
 BLOCK = 128
 DAMPING = 0.01
@@ -117,7 +118,7 @@ class Stopwatch:
 def compare(rows: int, columns: int, group_size: int, repeats: int) -> dict[str, float]:
     """Time both on one layer, and say how good their codes are."""
     weight, hessian = layer(rows, columns)
-    grid = grids.min_max(weight, GridSpec(4, True, group_size))
+    grid = grids.min_max(weight, GridSpec(4, group_size, True))
     watch = Stopwatch()
     for _ in range(repeats):
         ours_factor = watch.time("our_factor", lambda: our_factor(hessian, grid))

@@ -65,7 +65,7 @@ def _fused_table() -> str:
     """What servers make one matrix of."""
     lines = ["| one matrix | of | in | for | read in |", "|---|---|---|---|---|"]
     for fused in FUSED:
-        classes = ", ".join(f"{name}..." for name in fused.architectures) or "all"
+        classes = f"{fused.architecture}..." if fused.architecture else "all"
         kept = " (nowhere apart: a plan in which they differ is refused)" if fused.everywhere else ""
         parts = ", ".join(f"`{part}`" for part in fused.parts)
         lines.append(f"| `{fused.name}` | {parts}{kept} | {', '.join(fused.clients)} | {classes} | {fused.source} |")
@@ -75,10 +75,10 @@ def _fused_table() -> str:
 def _table(rules: Iterable[Rule]) -> str:
     lines = [f"| {' | '.join(_COLUMNS)} |", "|" + "---|" * len(_COLUMNS)]
     for rule in rules:
-        may = ", ".join(mixing.setting for mixing in rule.mixed if mixing.opens == "yes")
+        may = ", ".join(setting for setting, part in rule.mixed.items() if part.opens == "yes")
         cells = (
-            rule.server,
-            f"`{rule.name}`",
+            rule.client.server,
+            f"`{rule.client.name}`",
             _listed(rule.symmetric),
             _listed(rule.asymmetric),
             _groups(rule),
@@ -101,9 +101,9 @@ def _remarks(rule: Rule) -> str:
     if rule.fits == "unknown":
         said.append("within this: not known either")
     said += [
-        f"{mixing.setting.replace('_', ' ')} must not differ ({mixing.evidence.source})"
-        for mixing in rule.mixed
-        if mixing.opens == "no"
+        f"{setting.replace('_', ' ')} must not differ ({part.evidence.source})"
+        for setting, part in rule.mixed.items()
+        if part.opens == "no"
     ]
     if rule.head is not None:
         verdict = "takes a quantized head" if rule.head.opens == "yes" else f"no quantized head: {rule.head.why}"
@@ -121,10 +121,10 @@ def _remarks(rule: Rule) -> str:
     if rule.unquantized:
         said.append(f"builds without quantization: {', '.join(f'`{module.pattern}`' for module in rule.unquantized)}")
     sources = dict.fromkeys(
-        [rule.evidence.source, *(mixing.evidence.source for mixing in rule.mixed if mixing.opens == "yes")]
+        [rule.evidence.source, *(part.evidence.source for part in rule.mixed.values() if part.opens == "yes")]
     )
     said.append(f"source: {'; '.join(sources)}")
-    return f"- {rule.server}: {'. '.join(_sentence(part) for part in said if part)}."
+    return f"- {rule.client.server}: {'. '.join(_sentence(part) for part in said if part)}."
 
 
 def _groups(rule: Rule) -> str:

@@ -6,7 +6,8 @@ from dataclasses import asdict
 import pytest
 
 from hessquant.config import Config
-from hessquant.records import (
+from hessquant.records import GridSpec, Location, Plan, ServerVerdict, Target, TensorInfo, Untouched
+from hessquant.results import (
     CalibrationRecord,
     Comparison,
     Evaluation,
@@ -14,13 +15,7 @@ from hessquant.records import (
     InspectedWeight,
     Inspection,
     LayerRecord,
-    Location,
-    Plan,
     RunReport,
-    ServerVerdict,
-    Target,
-    TensorInfo,
-    Untouched,
 )
 
 _HIDDEN, _INTERMEDIATE, _BLOCKS = 576, 1536, 30
@@ -43,9 +38,7 @@ def _targets():
             block=block,
             rows=rows,
             columns=columns,
-            bits=4,
-            group_size=64,
-            symmetric=True,
+            grid=GridSpec(4, 64),
             transposed=False,
             shares_input_with=f"model.layers.{block}.{name}.weight",
         )
@@ -62,8 +55,8 @@ def _layer(target, index):
         name=target.name,
         rows=target.rows,
         columns=target.columns,
-        bits=target.bits,
-        group_size=target.group_size,
+        bits=target.grid.bits,
+        group_size=target.grid.group_size,
         tokens=65_536,
         shares_hessian_with=target.name,
         pooled_share=0.0,
@@ -172,7 +165,8 @@ def inspection():
         directory="small",
         format="gptq",
         weights=tuple(
-            InspectedWeight(f"model.layers.{block}.mlp.up_proj", 1536, 576, 4, 64, True, 500_000) for block in range(30)
+            InspectedWeight(f"model.layers.{block}.mlp.up_proj", 1536, 576, GridSpec(4, 64), 500_000)
+            for block in range(30)
         ),
         untouched=(TensorInfo("model.embed_tokens.weight", (49152, 576), "BF16", 56_623_104, "model.safetensors"),),
         bits_per_weight=4.3125,

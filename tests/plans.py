@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from hessquant.checkpoint.reader import CheckpointReader
-from hessquant.core.grid import GridSpec, QuantizedWeight, encode, min_max
-from hessquant.records import Location, Plan, Target, Untouched
+from hessquant.core.grid import QuantizedWeight, encode, min_max
+from hessquant.records import GridSpec, Location, Plan, Target, Untouched
 
 
 def plan_of(targets, untouched, blocks, group_size, source="m", architecture="LlamaForCausalLM"):
@@ -44,7 +44,6 @@ def quantize_projections(directory: Path, spec: GridSpec, skip=()):
                 untouched.append(Untouched(name, info.shape, info.dtype, info.bytes, "not a target"))
                 continue
             block = int(name.split(".")[2])
-            settings = spec.bits, spec.group_size, spec.symmetric
-            targets.append(Target(name, (Location(name, info.shape[0]),), block, *info.shape, *settings, False, name))
+            targets.append(Target(name, (Location(name, info.shape[0]),), block, *info.shape, spec, False, name))
             quantized[name] = quantize(reader.read(name), spec)
     return targets, untouched, quantized

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from hessquant.core.factor import factorize
 from hessquant.core.gptq import sweep
-from hessquant.core.grid import GridSpec, decode, min_max
+from hessquant.core.grid import decode, min_max
 from hessquant.kernels import twin
+from hessquant.records import GridSpec
 
 
 def correlated_inputs(tokens, columns, seed, dtype=torch.float64):
@@ -39,7 +40,7 @@ def layers(draw, max_columns=24):
         bits=draw(st.integers(2, 8)),
         symmetric=draw(st.booleans()),
         group_size=group_size,
-        scale_dtype=draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float32])),
+        scale_dtype=draw(st.sampled_from(["float16", "bfloat16", "float32"])),
     )
     return weight, hessian, spec
 

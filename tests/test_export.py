@@ -9,8 +9,8 @@ from tests.tiny import TINY, tokens
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import hessquant
-from hessquant.checkpoint.decode import decoded_state
 from hessquant.checkpoint.reader import CheckpointReader
+from hessquant.checkpoint.unpacked import decoded_state
 from hessquant.errors import OutputError, PlanError, SourceError
 from hessquant.options import parse_override
 

@@ -35,7 +35,7 @@ def quantize(source, out, **settings):
 
 def logits(directory):
     with torch.no_grad():
-        return load_model(resolve(str(directory)), False)(input_ids=TOKENS).logits
+        return load_model(resolve(str(directory)))(input_ids=TOKENS).logits
 
 
 def test_a_model_is_made_of_one_file_that_says_the_same(source, tmp_path):
@@ -47,7 +47,7 @@ def test_a_model_is_made_of_one_file_that_says_the_same(source, tmp_path):
     }
     found = hessquant.inspect(tmp_path / "out")
     assert found.faults == ()
-    assert {weight.bits for weight in found.weights} == {4, 8}
+    assert {weight.grid.bits for weight in found.weights} == {4, 8}
     assert sum(weight.bytes for weight in found.weights) == report.plan.output_bytes - sum(
         tensor.bytes for tensor in report.plan.untouched
     )
@@ -83,7 +83,7 @@ def test_a_file_that_does_not_verify_never_gets_its_name(source, tmp_path, monke
         raise VerificationError("differs")
 
     with monkeypatch.context() as patch:
-        patch.setattr("hessquant.pipeline.publishing.verify_gguf", refuse)
+        patch.setattr("hessquant.checkpoint.gguf_writer.verify_gguf", refuse)
         with pytest.raises(VerificationError):
             quantize(source, tmp_path / "out", format="gguf")
     assert not list((tmp_path / "out").glob("*.gguf"))

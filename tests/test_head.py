@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import hessquant
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.errors import CaptureError, PlanError
-from hessquant.formats.dialects import dialect_of
+from hessquant.formats import dialect_of
 from hessquant.models.source import resolve
 from hessquant.options import parse_override
 from hessquant.pipeline.evaluating import load_model
@@ -62,7 +62,7 @@ def test_the_head_is_solved_on_what_the_quantized_blocks_give_it(model, tmp_path
     assert report.plan.unties_head is tied
 
     seen = []
-    quantized = load_model(resolve(str(tmp_path / "out")), False)
+    quantized = load_model(resolve(str(tmp_path / "out")))
     quantized.lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     with torch.no_grad():
         quantized(input_ids=TOKENS)
@@ -98,7 +98,10 @@ def test_a7_a_tied_head_is_untied_and_the_embedding_stays_as_it_was(model, tmp_p
 def test_a7_an_override_lands_on_the_head_only(model, tmp_path, format):
     overrides = (parse_override("lm_head=bits:8,group:-1"),)
     quantize(model(True), tmp_path / "out", format=format, overrides=overrides)
-    found = {weight.name: (weight.bits, weight.group_size) for weight in hessquant.inspect(tmp_path / "out").weights}
+    found = {
+        weight.name: (weight.grid.bits, weight.grid.group_size)
+        for weight in hessquant.inspect(tmp_path / "out").weights
+    }
     assert found.pop("lm_head.weight") == (8, -1)
     assert set(found.values()) == {(4, 32)}
     if format == "gptq":

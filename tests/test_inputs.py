@@ -32,7 +32,7 @@ def make_model(tmp_path):
 
 def outputs(model, inputs):
     with torch.no_grad():
-        return load_model(resolve(str(model)), False, inputs)(**inputs)[0]
+        return load_model(resolve(str(model)), inputs)(**inputs)[0]
 
 
 def check(report, model, out, inputs):

@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PhiConfi
 
 import hessquant
 from hessquant.calibration.prelude import record_arguments
-from hessquant.checkpoint.decode import decoded_state
 from hessquant.checkpoint.reader import CheckpointReader
+from hessquant.checkpoint.unpacked import decoded_state
 from hessquant.errors import CalibrationError, NonFiniteError, OutputError, ServeError, SourceError, VerificationError
 from hessquant.models.probe import probe
 from hessquant.models.source import resolve
 from hessquant.pipeline.evaluating import load_model as load_for_evaluation
-from hessquant.records import RunReport
+from hessquant.results import RunReport
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def llama(make_model):
 def logits(model):
     """Of the model as `evaluate` loads it, quantized or not."""
     with torch.no_grad():
-        return load_for_evaluation(resolve(model), False)(input_ids=tokens(2)).logits
+        return load_for_evaluation(resolve(model))(input_ids=tokens(2)).logits
 
 
 def written(directory):
@@ -230,16 +230,16 @@ def test_an_output_that_is_not_empty_is_refused_before_any_work(llama, tmp_path)
 @pytest.mark.parametrize(
     ("step", "raised", "seen"),
     [
-        ("publishing.verify", VerificationError("x: differs"), VerificationError),
-        ("publishing.verify", MemoryError(), MemoryError),
-        ("publishing.to_html", KeyboardInterrupt(), KeyboardInterrupt),
+        ("pipeline.publishing.SafetensorsDraft.verify", VerificationError("x: differs"), VerificationError),
+        ("pipeline.publishing.SafetensorsDraft.verify", MemoryError(), MemoryError),
+        ("pipeline.publishing.to_html", KeyboardInterrupt(), KeyboardInterrupt),
     ],
 )
 def test_whatever_fails_after_writing_the_checkpoint_is_withdrawn(step, raised, seen, llama, tmp_path, monkeypatch):
     def fail(*_):
         raise raised
 
-    monkeypatch.setattr(f"hessquant.pipeline.{step}", fail)
+    monkeypatch.setattr(f"hessquant.{step}", fail)
     with pytest.raises(seen):
         hessquant.quantize(llama, tmp_path / "out", hessquant.Config(group_size=32), calibration=[tokens()])
     assert not (tmp_path / "out" / "config.json").exists()
@@ -290,7 +290,7 @@ def test_every_width_and_symmetry_is_written_verified_and_sound(bits, symmetric,
     assert report.verified_tensors == 14
     inspection = hessquant.inspect(tmp_path / "out")
     assert inspection.faults == ()
-    assert {(weight.bits, weight.symmetric, weight.group_size) for weight in inspection.weights} == {
+    assert {(weight.grid.bits, weight.grid.symmetric, weight.grid.group_size) for weight in inspection.weights} == {
         (bits, symmetric, group_size)
     }
 
@@ -305,7 +305,7 @@ def test_compressed_tensors_are_written_verified_and_sound(bits, symmetric, grou
     assert report.output_bytes == sum(tensor.numel() for tensor in written(tmp_path / "out").values())
     inspection = hessquant.inspect(tmp_path / "out")
     assert (inspection.format, inspection.faults) == ("pack-quantized", ())
-    assert {(weight.bits, weight.symmetric, weight.group_size) for weight in inspection.weights} == {
+    assert {(weight.grid.bits, weight.grid.symmetric, weight.grid.group_size) for weight in inspection.weights} == {
         (bits, symmetric, group_size)
     }
     assert not (tmp_path / "out" / "quantize_config.json").exists()
@@ -344,12 +344,12 @@ def test_trust_in_the_models_code_reaches_the_probe_of_a_quantized_checkpoint(ll
     hessquant.quantize(llama, tmp_path / "out", hessquant.Config(group_size=32), calibration=[tokens()])
     asked = []
 
-    def noting(*args, trust_remote_code=False, **others):
-        asked.append(trust_remote_code)
-        return probe(*args, trust_remote_code=trust_remote_code, **others)
+    def noting(source, *args, **others):
+        asked.append(source.trust_remote_code)
+        return probe(source, *args, **others)
 
     monkeypatch.setattr("hessquant.pipeline.evaluating.probe", noting)
-    load_for_evaluation(resolve(str(tmp_path / "out")), True)
+    load_for_evaluation(resolve(str(tmp_path / "out"), trust_remote_code=True))
     assert asked == [True]
 
 

@@ -182,7 +182,7 @@ def test_a_linear_under_two_names_is_written_once_and_means_the_same_to_all(join
     written = load_file(tmp_path / "out" / "model.safetensors")
     for name in plan.aliases:
         assert not [key for key in written if key.startswith(name.removesuffix("weight"))]
-    loaded = load_model(resolve(str(tmp_path / "out")), trust_remote_code=False)
+    loaded = load_model(resolve(str(tmp_path / "out")))
     # Every value of a target is one of at most 16 per group, under either name.
     values = dict(loaded.named_parameters(remove_duplicate=False))
     for name in [*plan.aliases, *(target.name for target in plan.targets)]:

@@ -21,13 +21,12 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: Of the command line. None = the process's own: the process is then the command's, and ends with it.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
-    # Looked for here, not in the parsed options, since a usage error leaves none.
-    as_json = "--json" in given
-    interrupts = Interrupts(owns_process=arguments is None, as_json=as_json)
+    # Looked for here, since a usage error leaves no parsed options; those count once there are any.
+    interrupts = Interrupts(owns_process=arguments is None, as_json="--json" in given)
     try:
         from hessquant.commands import run
 
-        code = run(given, interrupts, as_json)
+        code = run(given, interrupts)
     finally:
         if arguments is not None:
             interrupts.remove()

@@ -4,122 +4,144 @@ Everything that a command needs from torch is imported inside it, before its wor
 that, and a signal that comes while libraries are being imported ends the process at once.
 """
 
+import functools
 import sys
 import traceback
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
 import hessquant
-from hessquant.config import Config, Format
+from hessquant.config import Config
 from hessquant.errors import HessquantError, RefusedError
 from hessquant.interrupts import INTERRUPTED, Interrupted, Interrupts
-from hessquant.options import Json, Model, OnceEach, Serve, ShardSize, TrustRemoteCode, parse_size, takes_config
-from hessquant.records import Evaluation, ExportReport, Inspection, Plan, RunReport
+from hessquant.options import OnceEach, config_of, options_of, signature_of
+from hessquant.records import Plan
 from hessquant.report.json_report import error_json, to_json
 from hessquant.report.progress import make_progress
 from hessquant.report.terminal import render_evaluation, render_export, render_inspection, render_plan, render_run
+from hessquant.results import Evaluation, ExportReport, Inspection, RunReport
 from hessquant.run.names import count_finished
 
 _DONE, _REFUSED, _FAILED, _DEGRADED = 0, 2, 3, 4
 
 _INTERRUPTS: ContextVar[Interrupts] = ContextVar("interrupts")
 
+_Model = Annotated[str, typer.Argument(metavar="MODEL", help="Local directory, hub id, .gguf file, or 'demo'.")]
+_Out = Annotated[Path, typer.Argument(metavar="OUT", help="Directory that will hold the result.")]
+
 # Typer does not export the base of its usage errors in every release that we allow.
 _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__base__)
 
-app = typer.Typer(
-    name="hessquant",
-    help="Quantize the weights of a transformer by GPTQ, to a checkpoint that servers open.",
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(name="hessquant", add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
-def run(arguments: list[str], interrupts: Interrupts, as_json: bool) -> int:
+def run(arguments: list[str], interrupts: Interrupts) -> int:
     """Run one command and give its exit code; says what went wrong.
 
     Args:
         arguments: Of the command line.
         interrupts: What becomes of signals meanwhile.
-        as_json: Whether standard output is to hold one JSON object.
     """
     interrupts.error_json = error_json
     _INTERRUPTS.set(interrupts)
+    code = INTERRUPTED
     try:
         # Commands return their exit code; without standalone mode typer passes it on, and errors too.
         code = int(app(arguments, prog_name="hessquant", standalone_mode=False) or _DONE)
     except BaseException as error:
         if interrupts.number is None and not isinstance(error, (Interrupted, KeyboardInterrupt)):
-            return _give_up_over(error, interrupts)
-        return _give_up_interrupted(interrupts)
+            return _give_up_over(error)
     # Typer itself may catch Ctrl-C, and then hands back its exit code.
-    if interrupts.number is not None or code == INTERRUPTED:
-        return _give_up_interrupted(interrupts)
-    return code
+    if interrupts.number is None and code != INTERRUPTED:
+        return code
+    if interrupts.told():
+        return interrupts.code
+    message = interrupts.describe()
+    return _give_up("KeyboardInterrupt", message, interrupts.code, message)
 
 
-def _give_up_over(error: BaseException, interrupts: Interrupts) -> int:
+def _give_up_over(error: BaseException) -> int:
     """Tell of an error; its exit code."""
+    say, message, code = "", str(error), _FAILED
     match error:
         case _UsageError():
             error.show()
-            return _give_up(interrupts, type(error).__name__, error.format_message(), _REFUSED, say="")
+            message, code = error.format_message(), _REFUSED
         case HessquantError():
-            verb = "refused" if isinstance(error, RefusedError) else "failed"
-            say = f"{verb}: {error}"
-            return _give_up(interrupts, type(error).__name__, str(error), error.exit_code, say=say)
+            code = error.exit_code
+            say = f"{'refused' if isinstance(error, RefusedError) else 'failed'}: {error}"
         case Exception():
             traceback.print_exception(error)
             say = "failed: this is a bug in Hessquant; please report it with the traceback above and the command"
-            return _give_up(interrupts, type(error).__name__, str(error), _FAILED, say=say)
-    raise error
+        case _:
+            raise error
+    return _give_up(type(error).__name__, message, code, say)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"hessquant {hessquant.__version__}")
+        raise typer.Exit
 
 
 @app.callback()
 def _top(
     version: Annotated[
-        bool,
-        typer.Option(
-            "--version", is_eager=True, callback=lambda asked: _print_version(asked), help="Print the version."
-        ),
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
     ] = False,
 ) -> None:
     """Quantize the weights of a transformer by GPTQ, to a checkpoint that servers open."""
 
 
-@app.command(cls=OnceEach)
-@takes_config
+def _command(*settings: str, required: str = "") -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Make a command of a function: its parameter `config` becomes options, and `--json` is added.
+
+    Args:
+        settings: Those of `Config` that it has options for; none = all.
+        required: One of them that must be given.
+    """
+    options = options_of(*settings, required=required)
+
+    def register(work: Callable[..., int]) -> Callable[..., int]:
+        @functools.wraps(work)
+        def run(*, as_json: bool, **given: Any) -> int:
+            _interrupts().reported = not as_json
+            return work(config=config_of({name: given.pop(name) for name in options}), **given)
+
+        run.__signature__ = signature_of(work, options)  # type: ignore[attr-defined]
+        return app.command(cls=OnceEach)(run)
+
+    return register
+
+
+@_command()
 def plan(
-    model: Model,
+    model: _Model,
     config: Config,
     calibration: Annotated[
         str, typer.Option(metavar="SOURCE", help="As quantize takes it; of a text only the beginning is read.")
     ] = "builtin",
-    as_json: Json = False,
 ) -> int:
     """Show what quantize would do, without reading weights."""
-    with redirect_stdout(sys.stderr):
-        from hessquant import pipeline
-
-    with _interrupts(), redirect_stdout(sys.stderr):
-        planned = pipeline.make_plan(model, config, calibration=calibration)
+    with _work():
+        planned = hessquant.pipeline.make_plan(model, config, calibration=calibration)
     _say_unknown(planned, config)
-    _show(planned, render_plan(planned), as_json)
+    _show(planned, render_plan(planned))
     return _DONE
 
 
-@app.command(cls=OnceEach)
-@takes_config
+@_command()
 def quantize(
-    model: Model,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory that will hold the result.")],
+    model: _Model,
+    out: _Out,
     config: Config,
     calibration: Annotated[
         str,
@@ -127,137 +149,117 @@ def quantize(
             metavar="SOURCE",
             help="Calibration text: builtin, a .txt or .jsonl file, or hub:ID, with :CONFIG :SPLIT :COLUMN after it.",
         ),
+        "See [Calibration](#calibration).",
     ] = "builtin",
     run_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where finished blocks are kept. [default: OUT.run]")
+        Path | None, typer.Option(metavar="DIR", help="Where finished blocks are kept.", show_default="OUT.run")
     ] = None,
     keep_run: Annotated[bool, typer.Option("--keep-run", help="Leave them there when the run has ended well.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 4 when anything was degraded.")] = False,
-    as_json: Json = False,
 ) -> int:
     """Quantize MODEL and write the checkpoint and its report to OUT."""
-    tables = Console(file=sys.stderr if as_json else sys.stdout)
-    kept_in = run_dir or out.with_name(f"{out.name}.run")
-    _interrupts().describe = lambda: _how_to_go_on(kept_in, out)
-    with redirect_stdout(sys.stderr):
-        from hessquant import pipeline
-
-    with _interrupts(), redirect_stdout(sys.stderr), make_progress(Console(stderr=True)) as progress:
-        report = pipeline.quantize(
+    kept = run_dir or out.with_name(f"{out.name}.run")
+    _interrupts().describe = lambda: _how_to_go_on(kept, out)
+    with _work() as tables, make_progress(Console(stderr=True)) as progress:
+        show = functools.partial(_show_plan, config=config, tables=tables)
+        report = hessquant.pipeline.quantize(
             model,
             out,
             config,
             calibration=calibration,
-            run_dir=kept_in,
+            run_dir=kept,
             keep_run=keep_run,
             progress=progress,
-            on_plan=lambda planned: _show_plan(planned, config, tables),
+            on_plan=show,
         )
-    _show(report, render_run(report, out), as_json)
+    _show(report, render_run(report, out))
     if strict and report.degraded:
         _say(f"degraded, and --strict was asked for: {len(report.degraded)} things, first: {report.degraded[0]}")
         return _DEGRADED
     return _DONE
 
 
-@app.command(cls=OnceEach)
+@_command("format", "serve", "shard_bytes", "trust_remote_code", required="format")
 def export(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Quantized checkpoint, of any writer.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory that will hold the result.")],
-    format: Annotated[Format, typer.Option(help="On-disk dialect of the result.", show_default=False)],
-    serve: Serve = None,
-    shard_size: ShardSize = "4GB",
-    trust_remote_code: TrustRemoteCode = False,
-    as_json: Json = False,
+    out: _Out,
+    config: Config,
 ) -> int:
     """Write a quantized checkpoint in another format, without quantizing again."""
-    tables = Console(file=sys.stderr if as_json else sys.stdout)
-    config = Config(
-        format=format,
-        serve=tuple(serve or ()),
-        shard_bytes=parse_size("shard_size", shard_size),
-        trust_remote_code=trust_remote_code,
-    )
-    with redirect_stdout(sys.stderr):
-        from hessquant import pipeline
-
-    with _interrupts(), redirect_stdout(sys.stderr), make_progress(Console(stderr=True)) as progress:
-        report = pipeline.export(
-            checkpoint,
-            out,
-            config,
-            progress=progress,
-            on_plan=lambda planned: _show_plan(planned, config, tables),
-        )
-    _show(report, render_export(report, out), as_json)
+    with _work() as tables, make_progress(Console(stderr=True)) as progress:
+        show = functools.partial(_show_plan, config=config, tables=tables)
+        report = hessquant.pipeline.export(checkpoint, out, config, progress=progress, on_plan=show)
+    _show(report, render_export(report, out))
     return _DONE
 
 
-@app.command(cls=OnceEach)
+@_command("trust_remote_code")
 def evaluate(
-    model: Model,
+    model: _Model,
     against: Annotated[
         str | None, typer.Option(metavar="BASE", help="Compare with this model on the same tokens.")
     ] = None,
     text: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Text to evaluate on; the builtin held-out text by default.")
+        str | None, typer.Option(metavar="FILE", help="Text to evaluate on.", show_default="the builtin held-out text")
     ] = None,
-    num_windows: Annotated[int | None, typer.Option(min=1, help="Windows to use; all by default.")] = None,
+    num_windows: Annotated[int | None, typer.Option(min=1, help="Windows to use.", show_default="all")] = None,
     window_length: Annotated[
-        int | None,
-        typer.Option(min=2, help="Tokens per window. [default: the smaller of 2048 and the context of both models]"),
+        int | None, typer.Option(min=2, help="Tokens per window.", show_default="the least of 2048 and all contexts")
     ] = None,
-    trust_remote_code: TrustRemoteCode = False,
-    as_json: Json = False,
+    *,
+    config: Config,
 ) -> int:
     """Measure MODEL's perplexity, and its distance from BASE."""
-    with redirect_stdout(sys.stderr):
-        from hessquant import pipeline
-
-    with _interrupts(), redirect_stdout(sys.stderr), make_progress(Console(stderr=True)) as progress:
-        evaluation = pipeline.evaluate(
+    with _work(), make_progress(Console(stderr=True)) as progress:
+        evaluation = hessquant.pipeline.evaluate(
             model,
             against=against,
             text=text,
             num_windows=num_windows,
             window_length=window_length,
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=config.trust_remote_code,
             progress=progress,
         )
-    _show(evaluation, render_evaluation(evaluation), as_json)
+    _show(evaluation, render_evaluation(evaluation))
     return _DONE
 
 
-@app.command(cls=OnceEach)
+@_command("trust_remote_code")
 def inspect(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoint directory.")],
-    trust_remote_code: TrustRemoteCode = False,
-    as_json: Json = False,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoint directory.")], config: Config
 ) -> int:
     """Show what a checkpoint holds and what is wrong with it."""
-    with redirect_stdout(sys.stderr):
-        from hessquant import pipeline
-
-    with _interrupts(), redirect_stdout(sys.stderr):
-        inspection = pipeline.inspect(directory, trust_remote_code=trust_remote_code)
-    _show(inspection, render_inspection(inspection), as_json)
+    with _work():
+        inspection = hessquant.pipeline.inspect(directory, trust_remote_code=config.trust_remote_code)
+    _show(inspection, render_inspection(inspection))
     return _FAILED if inspection.faults else _DONE
 
 
+@contextmanager
+def _work() -> Iterator[Console]:
+    """Where a command's work is done: a signal ends it in order, and what libraries print is no output.
+
+    Gives the console for tables that are shown meanwhile.
+    """
+    tables = Console(file=sys.stdout if _interrupts().reported else sys.stderr)
+    with redirect_stdout(sys.stderr):
+        import_module("hessquant.pipeline")
+    with _interrupts(), redirect_stdout(sys.stderr):
+        yield tables
+
+
 def _interrupts() -> Interrupts:
-    """What becomes of signals while this command runs; inside it as a context, its work is done."""
+    """What becomes of signals while this command runs."""
     return _INTERRUPTS.get()
 
 
-def _show(
-    record: Plan | RunReport | ExportReport | Evaluation | Inspection, table: RenderableType, as_json: bool
-) -> None:
-    if as_json:
+def _show(record: Plan | RunReport | ExportReport | Evaluation | Inspection, table: RenderableType) -> None:
+    if _interrupts().reported:
+        Console().print(table)
+    else:
         told = to_json(record)
         _interrupts().reported = True
         typer.echo(told)
-    else:
-        Console().print(table)
 
 
 def _show_plan(planned: Plan, config: Config, tables: Console) -> None:
@@ -272,20 +274,13 @@ def _say_unknown(planned: Plan, config: Config) -> None:
             _say(f"--serve: whether {verdict.server} opens this is not known: {verdict.reason}")
 
 
-def _give_up(interrupts: Interrupts, kind: str, message: str, code: int, say: str) -> int:
+def _give_up(kind: str, message: str, code: int, say: str) -> int:
     if say:
         _say(say)
-    if not interrupts.reported:
-        interrupts.reported = True
+    if not _interrupts().reported:
+        _interrupts().reported = True
         typer.echo(error_json(kind, message, code))
     return code
-
-
-def _give_up_interrupted(interrupts: Interrupts) -> int:
-    if interrupts.told():
-        return interrupts.code
-    message = interrupts.describe()
-    return _give_up(interrupts, "KeyboardInterrupt", message, interrupts.code, say=message)
 
 
 def _how_to_go_on(run_dir: Path, out: Path) -> str:
@@ -301,9 +296,3 @@ def _how_to_go_on(run_dir: Path, out: Path) -> str:
 def _say(message: str) -> None:
     # Text and soft_wrap: a message may hold brackets, and a path should stay in one piece.
     Console(stderr=True).print(Text(f"hessquant: {message}"), soft_wrap=True)
-
-
-def _print_version(asked: bool) -> None:
-    if asked:
-        typer.echo(f"hessquant {hessquant.__version__}")
-        raise typer.Exit

@@ -1,27 +1,6 @@
 """Every exception that Hessquant raises on purpose.
 
-The branch an error hangs from decides the exit code of the command line:
-
-    HessquantError
-    |-- RefusedError                  exit 2: refused before any work was done
-    |   |-- ConfigError               an option has a value that means nothing
-    |   |-- SourceError               the model cannot be found, read or trusted
-    |   |-- PlanError                 the model and the options do not fit together
-    |   |   |-- GroupSizeError        a group size does not divide a weight's inputs
-    |   |   |-- PatternError          an include or exclude pattern matches nothing
-    |   |   `-- ServeError            a client named to serve the result does not open it
-    |   |-- CalibrationError          the calibration text cannot be used
-    |   |   `-- NotEnoughTextError    fewer tokens than the windows asked for need
-    |   |-- OutputError               the output directory cannot be written to
-    |   `-- RunError                  the run directory belongs to another run or process
-    `-- FailedError                   exit 3: failed on the way, nothing finished-looking is left
-        |-- NonFiniteError            NaN or Inf in inputs, weights or statistics
-        |-- FactorizationError        the Hessian cannot be factored within the damping bounds
-        |-- GridError                 the weights cannot be put on the grid asked for
-        |-- CaptureError              the forward pass did not go as the plan said
-        `-- CheckpointError           a checkpoint is malformed or does not say what it should
-            `-- VerificationError     what was written is not what was solved
-
+The branch an error hangs from decides the exit code of the command line: 2 below `RefusedError`, 3 below `FailedError`.
 Messages name the layer, the value, and what to do about it.
 """
 

@@ -93,19 +93,18 @@ class HeldFile:
         Args:
             as_found: Leave one that was there before, of a process that was killed: nothing was done here.
         """
+        in_use = False
         try:
             if not (as_found and self._found):
                 # While it is held: removed later, it could be the lock of a process that has come meanwhile.
                 self._path.unlink(missing_ok=True)
-        except PermissionError:
+        except OSError as error:
+            in_use = isinstance(error, PermissionError)
+        self._lock.release()
+        if in_use:
             # Windows removes no open file: now not ours, and after the release not that of another process.
-            self._lock.release()
             with suppress(OSError):
                 self._path.unlink()
-        except OSError:
-            self._lock.release()
-        else:
-            self._lock.release()
         _remove_empty(self._made)
 
 

@@ -28,13 +28,12 @@ if TYPE_CHECKING:
     from types import FrameType, TracebackType
     from typing import Any, NoReturn
 
-INTERRUPTED, TERMINATED = 130, 143
+INTERRUPTED: int = 128 + signal.SIGINT
 PATIENCE_SECONDS = 1.4
 
-_CODES = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
 _IMPORTING = "<frozen importlib"
 _COMPILING = ("numba", "llvmlite")
-_SHOW_CURSOR = b"\x1b[?25h"
+_SHOW_CURSOR = "\x1b[?25h"
 _STDOUT, _STDERR = 1, 2
 # What a pipe takes without waiting once it takes anything.
 _LONGEST_WRITE = 512
@@ -73,10 +72,10 @@ class Interrupts:
     @property
     def code(self) -> int:
         """Exit code of an interrupted command; without a signal, somebody raised KeyboardInterrupt."""
-        return INTERRUPTED if self.number is None else _CODES[self.number]
+        return INTERRUPTED if self.number is None else 128 + self.number
 
     def _install(self) -> None:
-        for number in _CODES:
+        for number in (signal.SIGINT, signal.SIGTERM):
             before = signal.getsignal(number)
             # Ignored, as by nohup: that stays. None: a handler that is not Python's, and could not be put back.
             if before is None or before == signal.SIG_IGN:
@@ -103,7 +102,7 @@ class Interrupts:
             return  # the first one has its way, within PATIENCE_SECONDS
         self.number = number
         if self._owns_process and (not self._works or _is_loading(frame)):
-            self._leave(number)
+            self._leave()
         raise KeyboardInterrupt
 
     def _on_unraisable(self, unraisable: "sys.UnraisableHookArgs") -> None:
@@ -111,18 +110,18 @@ class Interrupts:
         if self.number is None:
             sys.__unraisablehook__(unraisable)
         elif isinstance(unraisable.exc_value, KeyboardInterrupt):
-            self._leave(self.number)
+            self._leave()
 
     def _watch(self, reading: int) -> None:
         while True:
             for number in os.read(reading, _LONGEST_WRITE):
                 if number in self._before:
                     time.sleep(PATIENCE_SECONDS)
-                    self._leave(number)
+                    self.number = self.number or number
+                    self._leave()
 
-    def _leave(self, number: int) -> "NoReturn":
+    def _leave(self) -> "NoReturn":
         """End the process now, from any thread; says why, unless that is being said or nobody reads it."""
-        code = _CODES[number if self.number is None else self.number]
         if self._leaving.acquire(blocking=False):
             try:
                 message = self.describe()
@@ -130,10 +129,10 @@ class Interrupts:
                 message = "interrupted"
             if os.isatty(_STDERR):
                 _write(_STDERR, _SHOW_CURSOR)  # a progress bar hides it
-            _write(_STDERR, f"hessquant: {message}\n".encode(errors="replace"))
+            _write(_STDERR, f"hessquant: {message}\n")
             if not self.reported:
-                _write(_STDOUT, f"{self.error_json('KeyboardInterrupt', message, code)}\n".encode(errors="replace"))
-        os._exit(code)
+                _write(_STDOUT, f"{self.error_json('KeyboardInterrupt', message, self.code)}\n")
+        os._exit(self.code)
 
     def told(self) -> bool:
         """Whether an interruption is being told of already; from now on it counts as told."""
@@ -176,8 +175,9 @@ def _is_loading(frame: "FrameType | None") -> bool:
     return False
 
 
-def _write(descriptor: int, content: bytes) -> None:
+def _write(descriptor: int, text: str) -> None:
     """Write where it does not have to wait for a reader."""
+    content = text.encode(errors="replace")
     try:
         while content and (os.name == "nt" or select.select([], [descriptor], [], 0.1)[1]):
             content = content[os.write(descriptor, content[:_LONGEST_WRITE]) :]

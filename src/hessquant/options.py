@@ -1,157 +1,92 @@
-"""The options of the command line, declared once; those of `plan` and `quantize` become a `Config` here."""
+"""The options of the command line that become a `Config`, made of what its fields say of themselves."""
 
-import functools
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import Field, fields
+from typing import Annotated, Any, get_origin
 
 import typer
 from typer.core import TyperCommand
 
-from hessquant.config import CLIENTS, CaptureMethod, Config, Experts, Format, Order, Override, Scales, TokenWeights
+from hessquant.config import Config, Override, setting_of
 from hessquant.errors import ConfigError
 
-_DEFAULTS = Config()
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+
 _OVERRIDABLE = {"bits": "bits", "group": "group_size"}
 _SYMMETRIES = {"symmetric": True, "asymmetric": False}
 
-Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="Local directory, hub id, .gguf file, or 'demo'.", show_default=False)
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
-Serve = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="CLIENT", help=f"Refuse what this client does not open: {', '.join(CLIENTS)}; may be repeated."
-    ),
-]
-ShardSize = Annotated[str, typer.Option(metavar="SIZE", help="Largest size of an output file.")]
-WindowLength = Annotated[
-    int | None, typer.Option(help="Tokens per window. [default: the smaller of 2048 and the model's context]")
-]
-TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Let code that comes with MODEL run.")]
 
+def options_of(*names: str, required: str = "") -> dict[str, inspect.Parameter]:
+    """Parameters for typer by setting: of those named, or of all that have an option.
 
-def build_config(
-    bits: Annotated[int, typer.Option(help="Bits per weight, 2 to 8.")] = _DEFAULTS.bits,
-    group_size: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|N|-1",
-            help="Inputs that share a scale; -1 = one group per row; auto = the largest of 128, 64, 32 that fits.",
-        ),
-    ] = str(_DEFAULTS.group_size),
-    asymmetric: Annotated[bool, typer.Option("--asymmetric", help="Fit a zero per group.")] = False,
-    format: Annotated[Format, typer.Option(help="On-disk dialect of the result.")] = _DEFAULTS.format,
-    order: Annotated[Order, typer.Option(help="Order in which columns are rounded.")] = _DEFAULTS.order,
-    scales: Annotated[
-        Scales, typer.Option(help="Fix all scales before the sweep, or fit each group's when it is reached.")
-    ] = _DEFAULTS.scales,
-    no_scale_search: Annotated[
-        bool, typer.Option("--no-scale-search", help="Take each group's min-max scale instead of the best one.")
-    ] = False,
-    damping: Annotated[
-        float, typer.Option(help="Fraction of the mean Hessian diagonal that is added to it.")
-    ] = _DEFAULTS.damping,
-    refinement_rounds: Annotated[
-        int, typer.Option(help="Rounds of descent over scales and codes after the sweep.")
-    ] = _DEFAULTS.refinement_rounds,
-    num_windows: Annotated[int, typer.Option(help="Calibration windows.")] = _DEFAULTS.num_windows,
-    window_length: WindowLength = _DEFAULTS.window_length,
-    allow_fewer: Annotated[
-        bool, typer.Option("--allow-fewer", help="Take what there is when the text has too few windows.")
-    ] = False,
-    include: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN", help="Quantize these weights too; may be repeated.")
-    ] = None,
-    exclude: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN", help="Leave these weights alone; may be repeated.")
-    ] = None,
-    override: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATTERN=SETTINGS",
-            help="Other settings for some weights, such as mlp.down_proj=bits:8,group:64; may be repeated.",
-        ),
-    ] = None,
-    serve: Serve = None,
-    seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = _DEFAULTS.seed,
-    capture: Annotated[
-        CaptureMethod,
-        typer.Option(help="Run each block once, in several passes that hold less, or whichever the memory allows."),
-    ] = _DEFAULTS.capture,
-    experts: Annotated[
-        Experts, typer.Option(help="Fit each expert to the tokens routed to it, or to all of the calibration text.")
-    ] = _DEFAULTS.experts,
-    token_weights: Annotated[
-        TokenWeights,
-        typer.Option(help="Count a window's first token as often as attention reads it, or count all tokens alike."),
-    ] = _DEFAULTS.token_weights,
-    max_unquantized: Annotated[
-        float,
-        typer.Option(
-            metavar="SHARE", help="Refuse to leave a larger share in 16 bit, embeddings and head apart; 0 to 1."
-        ),
-    ] = _DEFAULTS.max_unquantized,
-    activation_memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", help="Memory for activations, such as 8GB; the rest goes to a file. [default: 1/4 of free]"
-        ),
-    ] = None,
-    shard_size: ShardSize = "4GB",
-    trust_remote_code: TrustRemoteCode = False,
-) -> Config:
-    """Turn the options that `plan` and `quantize` share into a config."""
-    return Config(
-        bits=bits,
-        group_size=_group_size(group_size),
-        symmetric=not asymmetric,
-        format=format,
-        order=order,
-        scales=scales,
-        scale_search=not no_scale_search,
-        refinement_rounds=refinement_rounds,
-        damping=damping,
-        num_windows=num_windows,
-        window_length=window_length,
-        allow_fewer=allow_fewer,
-        include=tuple(include or ()),
-        exclude=tuple(exclude or ()),
-        overrides=tuple(map(parse_override, override or ())),
-        serve=tuple(serve or ()),
-        seed=seed,
-        capture=capture,
-        experts=experts,
-        token_weights=token_weights,
-        max_unquantized=max_unquantized,
-        activation_memory=None if activation_memory is None else parse_size("activation_memory", activation_memory),
-        shard_bytes=parse_size("shard_size", shard_size),
-        trust_remote_code=trust_remote_code,
-    )
-
-
-def takes_config(command: Callable[..., int]) -> Callable[..., int]:
-    """Show typer the options of `build_config` in place of `command`'s parameter `config`.
-
-    Typer reads signatures, so the command gets one that it does not have.
+    Args:
+        names: Settings.
+        required: One of them, whose default does not count here.
     """
-    options = inspect.signature(build_config).parameters
-    own = inspect.signature(command).parameters.values()
-    shown = [part for parameter in own for part in (options.values() if parameter.name == "config" else [parameter])]
+    return {
+        each.name: _option(each, required=each.name == required)
+        for each in fields(Config)
+        if setting_of(each).option is not None and (not names or each.name in names)
+    }
 
-    @functools.wraps(command)
-    def run(**given: Any) -> int:
-        config = build_config(**{name: given.pop(name) for name in options})
-        return command(config=config, **given)
 
-    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in shown]
+def config_of(given: Mapping[str, Any]) -> Config:
+    """The config that the values of such parameters ask for.
+
+    Raises:
+        ConfigError: If a value means nothing.
+    """
+    return Config(**{each.name: _value(each, given[each.name]) for each in fields(Config) if each.name in given})
+
+
+def signature_of(command: Callable[..., int], options: Mapping[str, inspect.Parameter]) -> inspect.Signature:
+    """What typer is to read of a command: its parameter `config` gives way to `options`, and `--json` comes last."""
+    own = inspect.signature(command).parameters.items()
+    shown = [part for name, parameter in own for part in (options.values() if name == "config" else [parameter])]
+    json = inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=_Json)
+    return inspect.Signature([parameter.replace(kind=json.kind) for parameter in (*shown, json)])
+
+
+def _option(each: Field[Any], *, required: bool) -> inspect.Parameter:
+    """A field's option; besides what typer wants, its annotation has the other sentences, for the documentation."""
+    said, default = setting_of(each), each.default
+    kind: Any = each.type
+    first, _, more = said.text.partition(". ")
+    parts = [first.removesuffix("."), said.example and f"for example {said.example}"]
+    if kind is bool:
+        default = False
+    elif get_origin(kind) is tuple:
+        kind, default = list[str] | None, None
+        parts.append("may be repeated")
+    elif said.metavar in _READERS:
+        kind = str | None
+        default = f"{default // 10**9}GB" if isinstance(default, int) else default
+    option = typer.Option(
+        f"--{said.option or each.name}".replace("_", "-"),
+        metavar=said.metavar,
+        help=f"{'; '.join(filter(None, parts))}.",
+        show_default=said.unset or not required,
     )
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
-    return run
+    return inspect.Parameter(
+        each.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if required else default,
+        annotation=Annotated[kind, option, more],
+    )
+
+
+def _value(each: Field[Any], given: Any) -> Any:
+    """What the value of a field's option means."""
+    if each.type is bool:
+        return given != each.default
+    said = setting_of(each)
+    read: Callable[[str, Any], Any] = _READERS.get(said.metavar, lambda _, value: value)
+    if get_origin(each.type) is tuple:
+        return tuple(read(each.name, text) for text in given or ())
+    return None if given is None else read(said.option or each.name, given)
 
 
 class OnceEach(TyperCommand):
@@ -160,15 +95,11 @@ class OnceEach(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse as ever, after a look at what is there."""
         order: list[Any] = self.make_parser(ctx).parse_args(args=list(args))[2]
-        for option, count in Counter(parameter for parameter in order if _takes_one(parameter)).items():
-            if count > 1:
-                advice = "; texts cannot be mixed, join them in one file" if option.name == "calibration" else ""
-                raise typer.BadParameter(f"is given {count} times, and takes one value{advice}", ctx=ctx, param=option)
+        for given, count in Counter(part for part in order if part.param_type_name == "option").items():
+            if count > 1 and not (given.multiple or given.is_flag or given.count):
+                advice = "; texts cannot be mixed, join them in one file" if given.name == "calibration" else ""
+                raise typer.BadParameter(f"is given {count} times, and takes one value{advice}", ctx=ctx, param=given)
         return super().parse_args(ctx, args)
-
-
-def _takes_one(parameter: Any) -> bool:
-    return parameter.param_type_name == "option" and not (parameter.multiple or parameter.is_flag or parameter.count)
 
 
 def parse_size(name: str, text: str) -> int:
@@ -216,10 +147,9 @@ def parse_override(text: str) -> Override:
     return Override(pattern=pattern, **values)  # type: ignore[arg-type]
 
 
-def _group_size(text: str) -> int | Literal["auto"]:
-    if text == "auto":
-        return "auto"
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigError(f"group_size is {text!r}; choose 'auto', -1 or a positive number") from None
+# By what stands for the value; others are as they are given.
+_READERS: dict[str | None, Callable[[str, str], Any]] = {
+    "SIZE": parse_size,
+    "auto|N|-1": lambda _, text: int(text) if re.fullmatch(r"[+-]?\d{1,9}", text) else text,
+    "PATTERN=SETTINGS": lambda _, text: parse_override(text),
+}

@@ -1,21 +1,10 @@
-"""What the stages hand to each other and to the report: frozen, and free of tensors."""
+"""What the stages decide on and hand to each other: frozen, and free of tensors."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
-
-class Progress(Protocol):
-    """What a run tells its caller while it works; the command line draws it."""
-
-    def stage(self, name: str, steps: int) -> None:
-        """A new stage of `steps` steps begins, e.g. ("quantize", 210)."""
-
-    def advance(self, detail: str) -> None:
-        """One step of the stage is done; `detail` names it, e.g. a weight."""
-
-    def layer(self, record: "LayerRecord") -> None:
-        """A weight has been quantized (follows its `advance`)."""
+from hessquant.errors import GridError
 
 
 @dataclass(frozen=True)
@@ -70,6 +59,55 @@ class Location:
 
 
 @dataclass(frozen=True)
+class GridSpec:
+    """The grid that a weight is on, or is to be put on.
+
+    Attributes:
+        bits: Bits per code, 2 to 8.
+        group_size: Inputs per group; -1 = one group per row.
+        symmetric: Zero fixed at 2^(bits-1) instead of one per group.
+        scale_dtype: Floating dtype that scales are stored in, as torch names it.
+    """
+
+    bits: int = 4
+    group_size: int = -1
+    symmetric: bool = True
+    scale_dtype: str = "float16"
+
+    @property
+    def top(self) -> int:
+        """Largest code."""
+        return (1 << self.bits) - 1
+
+    @property
+    def middle(self) -> int:
+        """Zero of a symmetric grid."""
+        return 1 << (self.bits - 1)
+
+    def width(self, columns: int) -> int:
+        """Inputs per group of a weight with `columns` inputs.
+
+        Raises:
+            GridError: If the group size does not divide the inputs.
+        """
+        if not self.divides(columns):
+            raise GridError(f"group size {self.group_size} does not divide {columns} inputs")
+        return columns if self.group_size == -1 else self.group_size
+
+    def divides(self, columns: int) -> bool:
+        """Whether all groups of so many inputs are whole."""
+        return self.group_size == -1 or columns % self.group_size == 0
+
+    def groups(self, columns: int) -> int:
+        """Groups per row; a ragged last one counts."""
+        return 1 if self.group_size == -1 else -(-columns // self.group_size)
+
+    def __str__(self) -> str:
+        kind = "symmetric" if self.symmetric else "asymmetric"
+        return f"{kind} {self.bits}-bit, group size {self.group_size}"
+
+
+@dataclass(frozen=True)
 class Target:
     """One weight that will be quantized.
 
@@ -79,9 +117,7 @@ class Target:
         block: Index of the block that holds it; the head's is the number of blocks.
         rows: Outputs.
         columns: Inputs.
-        bits: Bits per code.
-        group_size: Inputs per group; -1 = one group per row.
-        symmetric: Whether the zero is fixed at mid-range.
+        grid: The grid that it is put on.
         transposed: Whether the checkpoint stores it [columns, rows].
         shares_input_with: The first target that is multiplied with the same input tensor, possibly itself.
         calls: Products with it in one forward pass; more than one where a layer is looped.
@@ -95,9 +131,7 @@ class Target:
     block: int
     rows: int
     columns: int
-    bits: int
-    group_size: int
-    symmetric: bool
+    grid: GridSpec
     transposed: bool
     shares_input_with: str
     calls: int = 1
@@ -113,7 +147,7 @@ class Target:
     @property
     def groups(self) -> int:
         """Groups per row."""
-        return 1 if self.group_size == -1 else self.columns // self.group_size
+        return self.grid.groups(self.columns)
 
 
 @dataclass(frozen=True)
@@ -262,238 +296,3 @@ class TokenWindow:
     def tokens(self) -> int:
         """Tokens on both sides."""
         return len(self.ids) + len(self.target)
-
-
-@dataclass(frozen=True)
-class CalibrationRecord:
-    """Where the calibration tokens came from.
-
-    Attributes:
-        source: `builtin`, a file name, or a hub id. Never a path with folders.
-        windows: Windows used; samples of other inputs count as one each.
-        tokens: Tokens in them; of a sample without input_ids, the positions of its first input.
-        tokens_available: Tokens of all that was read.
-        digest: SHA-256 over the token ids and other inputs, so that two runs can be compared.
-        distinct_windows: Windows without those that repeat another; None in reports that did not count them.
-        distinct_tokens: Different token ids in them; None likewise.
-        passages: Runs of 8 tokens in them, each place counted; None likewise.
-        distinct_passages: Different ones among those; None likewise.
-    """
-
-    source: str
-    windows: int
-    tokens: int
-    tokens_available: int
-    digest: str
-    distinct_windows: int | None = None
-    distinct_tokens: int | None = None
-    passages: int | None = None
-    distinct_passages: int | None = None
-
-
-@dataclass(frozen=True)
-class LayerRecord:
-    """What happened to one weight. Losses are tr((W-Q) H (W-Q)^T) with H the mean over tokens.
-
-    Attributes:
-        name: Parameter name.
-        rows: Outputs.
-        columns: Inputs.
-        bits: Bits per code.
-        group_size: Inputs per group; -1 = one group per row.
-        tokens: Tokens that its Hessian saw.
-        shares_hessian_with: The target whose Hessian was used (itself when its own).
-        pooled_share: Weight of all experts' common Hessian in it, 0 to 1; 0 where it is the weight's own alone.
-        method: "gptq", or "rtn" where every row fell back to rounding.
-        loss: Loss of the written weights.
-        rtn_loss: Loss of plain round-to-nearest on the min-max grid.
-        output_energy: tr(W H W^T), so that loss / output_energy is the relative output error.
-        expected_loss: What the theory expects of the sweep on this grid (`core.bounds`).
-        floor: What no column order can be expected to beat (`core.bounds`).
-        damping: Damping asked for.
-        damping_used: Damping that the factorisation succeeded with.
-        factorizations: Attempts that took.
-        dead_columns: Inputs that the calibration data never excited.
-        fallback_rows: Rows where round-to-nearest was better and was kept.
-        zero_groups: Groups of all-zero weights.
-        tiny_groups: Groups whose scale was raised to the smallest the stored dtype holds.
-        seconds: Wall time of the solve.
-        effective_rank: Inputs that say something of their own (`core.rank`), at most `columns`; None in reports that
-            did not count them.
-    """
-
-    name: str
-    rows: int
-    columns: int
-    bits: int
-    group_size: int
-    tokens: int
-    shares_hessian_with: str
-    pooled_share: float
-    method: Literal["gptq", "rtn"]
-    loss: float
-    rtn_loss: float
-    output_energy: float
-    expected_loss: float
-    floor: float
-    damping: float
-    damping_used: float
-    factorizations: int
-    dead_columns: int
-    fallback_rows: int
-    zero_groups: int
-    tiny_groups: int
-    seconds: float
-    effective_rank: int | None = None
-
-    @property
-    def relative_to_rtn(self) -> float:
-        """Loss divided by round-to-nearest's; 1 where both are zero."""
-        return self.loss / self.rtn_loss if self.rtn_loss > 0 else 1.0
-
-
-@dataclass(frozen=True)
-class RunReport:
-    """The whole truth about one run; `hessquant-report.json` is this record.
-
-    Attributes:
-        version: Version of Hessquant.
-        run: Digest of everything that the result depends on; the same for a run that was resumed.
-        settings: The config as asked for.
-        plan: What was decided before.
-        calibration: Tokens used.
-        layers: One record per target, in the order they were quantized.
-        capture: Whether each block was run once, or in several passes.
-        forwards_per_block: Forward passes of a block per calibration window, replays of finished
-            blocks after an interruption included.
-        resumed_blocks: Blocks that an earlier, interrupted run had finished.
-        mapped_activation_bytes: Bytes of activations between blocks that were kept in files.
-        degraded: One sentence per thing that is less than asked for; empty when all went well.
-        seconds: Wall time of this process's part of the run.
-        cpu_seconds: CPU time, likewise.
-        peak_memory_bytes: Largest resident set of the process.
-        output_bytes: Bytes of the tensors written.
-        verified_tensors: Quantized weights that were re-read and decoded to the solver's values.
-        environment: Versions of what the numbers can depend on, and the thread count.
-    """
-
-    version: str
-    run: str
-    settings: Mapping[str, object]
-    plan: Plan
-    calibration: CalibrationRecord
-    layers: tuple[LayerRecord, ...]
-    capture: Literal["once", "passes"]
-    forwards_per_block: float
-    resumed_blocks: int
-    mapped_activation_bytes: int
-    degraded: tuple[str, ...]
-    seconds: float
-    cpu_seconds: float
-    peak_memory_bytes: int
-    output_bytes: int
-    verified_tensors: int
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class ExportReport:
-    """What an export did.
-
-    Attributes:
-        version: Version of Hessquant.
-        plan: What was decided; its source is the checkpoint, and each packed weight counts as 16 bit in its sizes.
-        source_format: What the checkpoint is in, e.g. "gptq_v2".
-        format: What was written.
-        verified_tensors: Quantized weights that were re-read and decoded to the same values.
-        output_bytes: Bytes of the tensors written.
-        seconds: Wall time.
-    """
-
-    version: str
-    plan: Plan
-    source_format: str
-    format: str
-    verified_tensors: int
-    output_bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A model against a base model on the same tokens.
-
-    Attributes:
-        base: The base model as the user named it.
-        base_perplexity: Its perplexity.
-        kl_divergence: Mean over predicted tokens of KL(base || model), in nats.
-        top1_agreement: Share of predicted tokens where both put the same token first.
-    """
-
-    base: str
-    base_perplexity: float
-    kl_divergence: float
-    top1_agreement: float
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Perplexity of one model; float32, non-overlapping windows, each window's first token not predicted.
-
-    Attributes:
-        model: The model as the user named it.
-        text: Where the text came from.
-        perplexity: exp of the mean negative log-likelihood per predicted token.
-        nll: That mean, in nats.
-        tokens: Predicted tokens.
-        windows: Windows used.
-        window_length: Tokens per window.
-        comparison: Against a base model, if one was given.
-    """
-
-    model: str
-    text: str
-    perplexity: float
-    nll: float
-    tokens: int
-    windows: int
-    window_length: int
-    comparison: Comparison | None = None
-
-
-@dataclass(frozen=True)
-class InspectedWeight:
-    """One quantized weight found in a checkpoint."""
-
-    name: str
-    rows: int
-    columns: int
-    bits: int
-    group_size: int
-    symmetric: bool
-    bytes: int
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """What a checkpoint directory holds.
-
-    Attributes:
-        directory: Its name.
-        format: "gptq", "gptq_v2", or "none" when nothing is quantized.
-        weights: Quantized weights.
-        untouched: Every other tensor.
-        bits_per_weight: Mean bits per quantized weight, scales and zeros included; 0 when none.
-        total_bytes: Bytes of all tensors.
-        faults: One sentence per thing that is wrong; empty when the checkpoint is sound.
-        unchecked: Why it was not compared with the model that its config names; empty if it was.
-    """
-
-    directory: str
-    format: str
-    weights: tuple[InspectedWeight, ...]
-    untouched: tuple[TensorInfo, ...]
-    bits_per_weight: float
-    total_bytes: int
-    faults: tuple[str, ...]
-    unchecked: str = ""

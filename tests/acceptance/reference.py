@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hessquant.checkpoint.decode import decoded_state, quantization_of
 from hessquant.checkpoint.reader import CheckpointReader
-from hessquant.formats.dialects import dialect_of
+from hessquant.checkpoint.unpacked import decoded_state, quantization_of
+from hessquant.formats import dialect_of
 from hessquant.models.load import build
-from hessquant.models.source import load_config, resolve
+from hessquant.models.source import resolve
 
 SLACK = 2.0
 
@@ -108,7 +108,7 @@ def measure(checkpoint: Path, ids: list[int]) -> dict:
         apply(rounded, quantized)
         rounding[kind] = asdict(Distance.between(_logprobs(rounded, ids), exact))
     # The coarser type stands in for whatever a server makes of a float32 checkpoint.
-    own = "float16" if load_config(source).dtype == torch.float16 else "bfloat16"
+    own = "float16" if source.config.dtype == torch.float16 else "bfloat16"
     return {"logprobs": exact, "rounding": rounding, "own": own}
 
 

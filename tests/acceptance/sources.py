@@ -15,7 +15,7 @@ from reference import PASSAGE
 from safetensors.torch import load_file, save_file
 
 from hessquant import cli
-from hessquant.models.source import load_tokenizer, resolve
+from hessquant.models.source import resolve
 
 LAYERS = 4
 MADE_WITHIN = 1800.0
@@ -106,7 +106,7 @@ def _arguments(case: Case, directory: Path, work: Path) -> list:
 
 def _windows(source: Path) -> list[list[int]]:
     """Something to calibrate on: the passage, four times from another token on."""
-    ids = load_tokenizer(resolve(str(source)))(PASSAGE)["input_ids"]
+    ids = resolve(str(source)).tokenizer(PASSAGE)["input_ids"]
     return [ids[shift:] + ids[:shift] for shift in range(0, 160, 40)]
 
 

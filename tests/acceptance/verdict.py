@@ -13,7 +13,7 @@ from damage import with_wrong_scales
 from reference import SLACK, TEXTS, Distance
 from sources import NotMadeError, make
 
-from hessquant.models.source import load_tokenizer, resolve
+from hessquant.models.source import resolve
 
 NOT_MADE = "not made"
 
@@ -71,7 +71,7 @@ def _truth(case: Case, work: Path) -> tuple[dict, Path]:
     truth, passage = place / f"{twin.name}.json", place / f"{twin.name}.passage.json"
     stamp = work / "checkpoints" / f"{twin.name}.made"
     if not (truth.exists() and stamp.exists() and truth.stat().st_mtime > stamp.stat().st_mtime):
-        tokenizer = load_tokenizer(resolve(str(source)))
+        tokenizer = resolve(str(source)).tokenizer
         tokenized = [(text, tokenizer(text)["input_ids"]) for text in TEXTS]
         ids = tokenized[0][1]
         passage.write_text(json.dumps({"ids": ids, "tokenized": tokenized}))

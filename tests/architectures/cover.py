@@ -26,15 +26,14 @@ from tests.architectures.shrink import VOCABULARY
 from torch import Tensor, nn
 
 import hessquant
-from hessquant.checkpoint.decode import decode_module, quantization_of
 from hessquant.checkpoint.reader import CheckpointReader
+from hessquant.checkpoint.unpacked import UnpackedCheckpoint
 from hessquant.errors import HessquantError
-from hessquant.formats.dialect import module_of
-from hessquant.formats.dialects import dialect_of
 from hessquant.models.library import run_model
 from hessquant.models.source import resolve
 from hessquant.pipeline.evaluating import load_model
-from hessquant.records import Plan, RunReport, Target
+from hessquant.records import Plan, Target
+from hessquant.results import RunReport
 
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 CONFIG = hessquant.Config(group_size=32, max_unquantized=1.0)
@@ -91,7 +90,7 @@ def cover(family: str | Other, folder: Path) -> Row:
     _check_weights(folder, plan, model)
     assert row.ratio < 1, f"the loss is {row.ratio:.3f} of round-to-nearest's"
     inputs = _inputs(config, other, 1)
-    loaded = load_model(resolve(str(folder / "out")), False, None if other is None else inputs)
+    loaded = load_model(resolve(str(folder / "out")), None if other is None else inputs)
     # `model` holds what our decoder made of each matrix, put where it was.
     expected, found = _output(model, inputs), _output(loaded, inputs)
     error = float((found - expected).norm() / expected.norm())
@@ -156,11 +155,9 @@ def _check_weights(folder: Path, plan: Plan, model: nn.Module) -> None:
     """Decoded matrices are near the source's, as it stores them; they take their location in `model`."""
     parameters = dict(model.named_parameters())
     with CheckpointReader(folder / "model") as source, CheckpointReader(folder / "out") as out:
-        described = quantization_of(out.config) or {}
-        dialect = dialect_of(described)
-        settings = dialect.read_settings(described)
+        unpacked = UnpackedCheckpoint(out)
         for target in plan.targets:
-            decoded = decode_module(out, module_of(target.name), dialect, settings)
+            decoded = unpacked.decode(target.name)
             stored = decoded.T if target.transposed else decoded
             if target.part_of:
                 original = source.read(target.part_of)[target.locations[0].piece].float()

@@ -39,7 +39,7 @@ def distance(name: str, folder: Path) -> tuple[str, float]:
     """The class of a model, and how far its outputs are from ours when transformers opens it."""
     model, _ = save(name, folder / "model")
     hessquant.quantize(str(model), folder / "out", CONFIG, calibration=[text_ids(length=64)])
-    ours = load_model(resolve(str(folder / "out")), False)
+    ours = load_model(resolve(str(folder / "out")))
     theirs = type(ours).from_pretrained(folder / "out", dtype=torch.float32).eval()
     inputs = {"input_ids": text_ids()}
     expected, found = run_model(ours, inputs)[0], run_model(theirs, inputs)[0]

@@ -18,7 +18,7 @@ from hessquant.calibration.stops import InputGroup, Stop, stops_of
 from hessquant.core.hessian import hessian
 from hessquant.errors import CaptureError, NonFiniteError
 from hessquant.models.watch import Product
-from hessquant.records import Location, Target, TokenWindow
+from hessquant.records import GridSpec, Location, Target, TokenWindow
 
 RUNS = pytest.mark.parametrize("run_block", [run_block_once, run_block_in_passes])
 BLOCK = "model.layers.0"
@@ -121,7 +121,7 @@ def test_hessians_are_those_of_a_full_pass_per_stop_with_hooks(run_block, weight
 
 
 def target_at(name, shares_input_with, feeds_attention):
-    grid = {"rows": 8, "columns": 8, "bits": 4, "group_size": -1, "symmetric": True, "transposed": False}
+    grid = {"rows": 8, "columns": 8, "grid": GridSpec(), "transposed": False}
     return Target(
         name, (Location(name, 8),), 0, **grid, shares_input_with=shares_input_with, feeds_attention=feeds_attention
     )

@@ -8,7 +8,7 @@ from tests.vision import draw, make_processor
 from hessquant.calibration.images import image_inputs
 from hessquant.calibration.sources import Sample
 from hessquant.errors import CalibrationError
-from hessquant.models.source import ModelSource, load_processor
+from hessquant.models.source import ModelSource
 
 IMAGE, TEXT = {"type": "image"}, {"type": "text", "text": "w20"}
 
@@ -74,7 +74,7 @@ def test_without_a_processor_the_row_is_refused(files, sample, tmp_path):
         make_processor(99).tokenizer.save_pretrained(tmp_path)
     source = ModelSource("org/model", tmp_path)
     with pytest.raises(CalibrationError, match=r"line 4: has images, but org/model: no processor .*without 'images'"):
-        image_inputs(sample("<image>", "a.png"), lambda: load_processor(source))
+        image_inputs(sample("<image>", "a.png"), lambda: source.processor)
 
 
 def test_tools_and_variables_reach_the_processors_template(sample):

@@ -8,12 +8,13 @@ from safetensors.torch import save_file
 from tests.plans import plan_of, quantize_projections
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from hessquant.checkpoint.output import QuantizedModel, begin, completing
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.verify import verify
-from hessquant.checkpoint.writer import complete, write_checkpoint
+from hessquant.checkpoint.writer import SafetensorsDraft
 from hessquant.config import Config
-from hessquant.core.grid import GridSpec, QuantizedWeight
-from hessquant.records import Plan
+from hessquant.core.grid import QuantizedWeight
+from hessquant.records import GridSpec, Plan
 
 SIDECARS = {
     "tokenizer.json": b'{"model": {}}',
@@ -46,27 +47,23 @@ class Case:
     def write_incomplete(self, shard_bytes=1 << 30):
         config = replace(self.config, shard_bytes=shard_bytes)
         with CheckpointReader(self.source) as reader:
-            return write_checkpoint(
-                self.out,
-                reader,
-                self.source,
-                self.plan,
-                self.quantized,
-                config,
-                solved_with=config,
-                reports=(),
-                run="a run",
-                version="0.1.0",
-            )
+            draft = SafetensorsDraft(self.out, self.model(reader, config))
+            begin(self.out, "a run")
+            draft.write()
+            return draft
 
-    def complete(self, written):
-        complete(self.out, written)
+    def complete(self, draft):
+        with completing(self.out):
+            draft.reveal()
+
+    def model(self, reader, config):
+        return QuantizedModel(reader, self.plan, self.quantized, config, config, (), "0.1.0")
 
     def verify(self):
         """Verify what is in `out` by the config that is there."""
         with CheckpointReader(self.source) as source:
             config = json.loads((self.out / "config.json").read_text())
-            return verify(self.out, config, self.quantized, source, self.plan)
+            return verify(self.out, config, self.model(source, self.config))
 
 
 @pytest.fixture(scope="session")

@@ -11,11 +11,13 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hessquant.checkpoint.gguf_verify import verify_gguf
-from hessquant.checkpoint.gguf_writer import write_gguf
+from hessquant.checkpoint.gguf_reader import verify_gguf
+from hessquant.checkpoint.gguf_writer import GgufDraft
+from hessquant.checkpoint.output import QuantizedModel
 from hessquant.checkpoint.reader import CheckpointReader
-from hessquant.core.grid import GridSpec, QuantizedWeight
-from hessquant.records import Plan
+from hessquant.config import Config
+from hessquant.core.grid import QuantizedWeight
+from hessquant.records import GridSpec, Plan
 
 TEXT = """The quick brown fox jumps over the lazy dog, and it's 1234 times that we've seen it.
     Then they said: "don't!"  Ünïcödé 日本語 — and 42 more lines of text, the text, the thing that thinks.
@@ -190,15 +192,21 @@ class GgufCase:
 
     def write(self):
         with CheckpointReader(self.source) as source:
-            return write_gguf(self.out, source, self.source, self.plan, self.quantized, "0.1.0")
+            draft = GgufDraft(self.out.parent, self._model(source))
+            draft.write()
+        draft.path.replace(self.out)
 
     def verify(self):
         with CheckpointReader(self.source) as source:
-            return verify_gguf(self.out, source, self.plan, self.quantized)
+            return verify_gguf(self.out, self._model(source))
+
+    def _model(self, source):
+        output = Config(format="gguf")
+        return QuantizedModel(source, self.plan, self.quantized, output, output, (), "0.1.0")
 
 
 def make_gguf_case(source, out, bits=4, symmetric=True, group_size=32, skip=()):
-    targets, untouched, quantized = quantize_projections(source, GridSpec(bits, symmetric, group_size), skip)
+    targets, untouched, quantized = quantize_projections(source, GridSpec(bits, group_size, symmetric), skip)
     blocks = sorted({name.partition(".self_attn")[0] for name in quantized if "self_attn" in name})
     plan = plan_of(targets, untouched, blocks, group_size, f"/somewhere/else/{source.name}", "")
     return GgufCase(source, out, plan, quantized)

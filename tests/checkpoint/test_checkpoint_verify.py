@@ -4,12 +4,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hessquant.checkpoint.decode import decoded_state, quantization_of
 from hessquant.checkpoint.inspect import inspect_checkpoint
 from hessquant.checkpoint.reader import CheckpointReader
-from hessquant.core.grid import Grid, GridSpec, QuantizedWeight
+from hessquant.checkpoint.unpacked import decoded_state, quantization_of
+from hessquant.core.grid import Grid, QuantizedWeight
 from hessquant.errors import SourceError, VerificationError
-from hessquant.formats import gptq
+from hessquant.formats import DIALECTS
+from hessquant.records import GridSpec
 
 UP = "model.layers.1.mlp.up_proj"
 
@@ -133,7 +134,7 @@ def test_per_module_bits_of_a_foreign_checkpoint_are_followed(case):
     weight = QuantizedWeight(
         old.codes * 16, Grid(GridSpec(bits=8, group_size=32), old.grid.scales, old.grid.zeros * 16)
     )
-    parts = {f"{UP}.{part}": tensor for part, tensor in gptq.pack(weight, "gptq").items()}
+    parts = {f"{UP}.{part}": tensor for part, tensor in DIALECTS["gptq"].pack(weight, "gptq").items()}
     damage(case.out, lambda tensors: tensors.update(parts))
     set_quantization(case.out, dynamic={r"+:.*layers\.1\.mlp\.up_proj": {"bits": 8}})
     with CheckpointReader(case.out) as reader:
@@ -158,7 +159,7 @@ def test_inspection_of_a_sound_checkpoint_finds_all_weights_and_no_fault(case):
     found = inspect_checkpoint(case.out)
     assert found.faults == ()
     assert (found.directory, found.format, found.total_bytes) == ("out", "gptq", size)
-    assert {w.name: (w.rows, w.columns, w.bits, w.group_size, w.symmetric) for w in found.weights} == {
+    assert {w.name: (w.rows, w.columns, w.grid.bits, w.grid.group_size, w.grid.symmetric) for w in found.weights} == {
         t.name: (t.rows, t.columns, 4, 32, True) for t in case.plan.targets
     }
     assert {info.name for info in found.untouched} == {tensor.name for tensor in case.plan.untouched}

@@ -7,11 +7,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from hessquant.checkpoint import shards, writer
+from hessquant.checkpoint import output, writer
 from hessquant.checkpoint.header import DTYPE_BYTES
 from hessquant.checkpoint.output import RUN_MARK, refuse_output
 from hessquant.checkpoint.reader import CheckpointReader
-from hessquant.checkpoint.shards import Unit, plan_shards, write_shard
+from hessquant.checkpoint.writer import Unit, plan_shards, write_shard
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError, OutputError
 from hessquant.records import TensorInfo
@@ -170,7 +170,7 @@ def test_the_same_input_gives_the_same_bytes(case, tmp_path):
 
 def test_config_comes_last_and_the_index_just_before(case, monkeypatch):
     order = []
-    for module in (writer, shards):
+    for module in (output, writer):
         original = module.replacing
         monkeypatch.setattr(
             module, "replacing", lambda path, original=original: order.append(path.name) or original(path)
@@ -191,7 +191,7 @@ def test_config_comes_last_and_the_index_just_before(case, monkeypatch):
     ],
 )
 def test_a_write_that_fails_in_shard_2_never_looks_complete(case, monkeypatch, failure, raised):
-    write_tensor, begun = shards._write_tensor, set()
+    write_tensor, begun = writer._write_tensor, set()
 
     def failing(stream, info, tensor):
         begun.add(stream.name)
@@ -199,7 +199,7 @@ def test_a_write_that_fails_in_shard_2_never_looks_complete(case, monkeypatch, f
         if len(begun) == 2:
             raise failure
 
-    monkeypatch.setattr(shards, "_write_tensor", failing)
+    monkeypatch.setattr(writer, "_write_tensor", failing)
     with pytest.raises(raised):
         case.write(shard_bytes=20_000)
     left = files_of(case.out)
@@ -215,7 +215,7 @@ def test_a_full_disk_is_named(case, monkeypatch):
     def full(stream, info, tensor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(shards, "_write_tensor", full)
+    monkeypatch.setattr(writer, "_write_tensor", full)
     with pytest.raises(CheckpointError, match=r"out: writing failed: No space left on device"):
         case.write()
 

@@ -1,13 +1,15 @@
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from gguf import LlamaFileType
 from tests.checkpoint import gguf_cases as cases
 
-from hessquant.checkpoint.gguf_contents import contents_of, file_type, gguf_fault
+from hessquant.checkpoint.gguf_contents import contents_of, file_type
+from hessquant.checkpoint.gguf_writer import GgufDraft
 from hessquant.errors import PlanError
-from hessquant.records import Untouched
+from hessquant.records import GridSpec, Untouched
 
 EMBEDDING, QUERY = "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"
 
@@ -35,6 +37,10 @@ def plan(source, tmp_path):
     return cases.make_gguf_case(source, tmp_path / "m.gguf").plan
 
 
+def fault_of(config, directory, plan):
+    return GgufDraft.fault(SimpleNamespace(config=config, directory=directory), plan)
+
+
 def change_target(plan, which, **changes):
     targets = tuple(replace(target, **changes) if target.name == which else target for target in plan.targets)
     return replace(plan, targets=targets)
@@ -46,8 +52,7 @@ def change_untouched(plan, which, **changes):
 
 
 def test_a_model_with_a_form_has_no_fault(config, source, plan):
-    assert gguf_fault(config, source) is None
-    assert gguf_fault(config, source, plan) is None
+    assert fault_of(config, source, plan) is None
 
 
 def test_blocks_follow_each_other(config, plan):
@@ -79,21 +84,21 @@ def test_factors_of_the_rotary_embedding_are_a_tensor(config, source, plan):
         ({"vocab_size": 5}, "a token of id"),
     ],
 )
-def test_a_config_without_a_form_is_told_before_any_work(config, source, changes, complaint):
-    assert complaint in gguf_fault({**config, **changes}, source)
+def test_a_config_without_a_form_is_told_before_any_work(config, source, plan, changes, complaint):
+    assert complaint in fault_of({**config, **changes}, source, plan)
 
 
-def test_a_tokenizer_without_a_form_is_told_before_any_work(config, tmp_path, tokenizer):
-    assert "neither tokenizer.json" in gguf_fault(config, tmp_path)
+def test_a_tokenizer_without_a_form_is_told_before_any_work(config, plan, tmp_path, tokenizer):
+    assert "neither tokenizer.json" in fault_of(config, tmp_path, plan)
     (tmp_path / "tokenizer.json").write_text(json.dumps({**tokenizer, "pre_tokenizer": {"type": "Whitespace"}}))
-    assert "Whitespace" in gguf_fault(config, tmp_path)
+    assert "Whitespace" in fault_of(config, tmp_path, plan)
 
 
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
         (lambda plan: change_target(plan, QUERY, transposed=True), "q_proj.weight: weights that are stored transposed"),
-        (lambda plan: change_target(plan, QUERY, group_size=16), "q_proj.weight: group size 16"),
+        (lambda plan: change_target(plan, QUERY, grid=GridSpec(4, 16)), "q_proj.weight: group size 16"),
         (lambda plan: change_target(plan, QUERY, rows=64), "has 64 rows, but the config says 4 heads of 32"),
         (lambda plan: change_untouched(plan, EMBEDDING, shape=(9, 64)), "has 9 rows, but the config says"),
         (lambda plan: change_untouched(plan, EMBEDDING, dtype="F64"), "embed_tokens.weight: F64"),
@@ -102,7 +107,7 @@ def test_a_tokenizer_without_a_form_is_told_before_any_work(config, tmp_path, to
     ],
 )
 def test_a_plan_without_a_form_is_told_before_any_work(config, source, plan, change, complaint):
-    assert complaint in gguf_fault(config, source, change(plan))
+    assert complaint in fault_of(config, source, change(plan))
     with pytest.raises(PlanError):
         contents_of(config, change(plan))
 
@@ -135,7 +140,8 @@ def test_an_untied_head_can_be_a_target(config, plan):
 
 def test_the_file_type_is_what_most_of_the_blocks_are(config, plan):
     assert file_type(contents_of(config, plan)) == LlamaFileType.MOSTLY_Q4_0
-    mixed = replace(plan, targets=tuple(replace(t, bits=8) if "self_attn" in t.name else t for t in plan.targets))
+    eight = tuple(replace(t, grid=replace(t.grid, bits=8)) if "self_attn" in t.name else t for t in plan.targets)
+    mixed = replace(plan, targets=eight)
     assert file_type(contents_of(config, mixed)) == LlamaFileType.MOSTLY_Q8_0
     plain = [Untouched(t.name, (t.rows, t.columns), "F16", 0, "") for t in plan.targets]
     untouched = replace(plan, targets=(), untouched=(*plan.untouched, *plain))

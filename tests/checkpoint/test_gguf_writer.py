@@ -11,8 +11,8 @@ from tests.checkpoint import gguf_cases as cases
 from tests.plans import quantize
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hessquant.core.grid import GridSpec
 from hessquant.errors import CheckpointError, VerificationError
+from hessquant.records import GridSpec
 
 READ_BY_TRANSFORMERS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
 QUERY = "model.layers.1.self_attn.q_proj.weight"
@@ -79,8 +79,7 @@ def test_transformers_reads_the_same_model(make_case, model_type):
 @pytest.mark.parametrize("model_type", cases.MODELS)
 def test_a_written_file_verifies(make_case, model_type):
     case = make_case(model_type)
-    size = case.write()
-    assert case.out.stat().st_size == size
+    case.write()
     assert case.verify() == len(case.plan.targets)
     assert [path.name for path in case.out.parent.iterdir()] == [case.out.name]
 
@@ -191,7 +190,7 @@ def test_a_head_that_was_tied_gets_its_own_weight(make_case):
     embedding = load_file(case.source / "model.safetensors")["model.embed_tokens.weight"]
     head = replace(case.plan.targets[0], name="lm_head.weight", block=2, rows=len(embedding), columns=64)
     case.plan = replace(case.plan, targets=(*case.plan.targets, head), unties_head=True)
-    case.quantized["lm_head.weight"] = quantize(embedding, GridSpec(4, True, 32))
+    case.quantized["lm_head.weight"] = quantize(embedding, GridSpec(4, 32, True))
     case.write()
     assert case.verify() == len(case.plan.targets)
     expected = case.quantized["lm_head.weight"].dequantize().numpy()

@@ -5,20 +5,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hessquant.checkpoint.ranges import ScaleCheck
+from hessquant.checkpoint.audit import ScaleCheck
 from hessquant.config import Config
-from hessquant.core.grid import GridSpec
 from hessquant.errors import GridError, SourceError
 from hessquant.kernels.dispatch import solve
-from hessquant.records import Location, Target, TensorInfo
+from hessquant.records import GridSpec, Location, Target, TensorInfo
 
 ROWS, COLUMNS = 4, 32
 
 
 def target(spec, name="a.weight", part_of="", transposed=False):
     location = Location(part_of or name, ROWS, transposed=transposed, stacked=bool(part_of))
-    shape = ROWS, COLUMNS, spec.bits, spec.group_size, spec.symmetric
-    return Target(name, (location,), 0, *shape, transposed, name, part_of=part_of)
+    return Target(name, (location,), 0, ROWS, COLUMNS, spec, transposed, name, part_of=part_of)
 
 
 def refused(tensor, targets, config, name="a.weight"):
@@ -48,7 +46,7 @@ def fails(weight, spec, config):
     apart=st.booleans(),
 )
 def test_a_plain_weight_is_refused_if_and_only_if_the_grid_fails(bits, symmetric, searched, share, second, apart):
-    spec = GridSpec(bits, symmetric, 16)
+    spec = GridSpec(bits, 16, symmetric)
     config = Config(bits=bits, symmetric=symmetric, group_size=16, scale_search=searched)
     limit = 65520 * spec.top / 2
     weight = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0))
@@ -58,7 +56,7 @@ def test_a_plain_weight_is_refused_if_and_only_if_the_grid_fails(bits, symmetric
 
 
 def test_the_message_names_tensor_value_and_what_to_do():
-    spec, weight = GridSpec(4, True, 16), torch.ones(ROWS, COLUMNS)
+    spec, weight = GridSpec(4, 16, True), torch.ones(ROWS, COLUMNS)
     weight[2] = 1e6
     said = refused(weight, [target(spec)], Config())
     assert "m.safetensors: tensor a.weight reaches 1e+06" in said
@@ -69,12 +67,12 @@ def test_the_message_names_tensor_value_and_what_to_do():
 
 
 def test_what_is_no_target_may_hold_anything():
-    check = ScaleCheck([target(GridSpec(4, True, 16))], ["a.weight", "b.weight"], Config())
+    check = ScaleCheck([target(GridSpec(4, 16, True))], ["a.weight", "b.weight"], Config())
     check.look(TensorInfo("b.weight", (4, 4), "F32", 0, "m.safetensors"), torch.full((4, 4), 1e30))
 
 
 def test_a_stack_is_refused_only_if_every_matrix_in_it_would_fail():
-    four, eight = GridSpec(4, True, 16), GridSpec(8, True, 16)
+    four, eight = GridSpec(4, 16, True), GridSpec(8, 16, True)
     stack = torch.ones(2, ROWS, COLUMNS)
     stack[1] = 1e6
     members = [target(four, f"e.{n}.down.weight", "e.down") for n in range(2)]
@@ -86,7 +84,7 @@ def test_a_stack_is_refused_only_if_every_matrix_in_it_would_fail():
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_range_that_no_group_has_is_not_refused(transposed):
-    spec = GridSpec(4, False, 16)
+    spec = GridSpec(4, 16, False)
     weight = torch.zeros(ROWS, COLUMNS)
     weight[0, 0], weight[0, 31] = 9e5, -9e5  # each fits; a group with both would not
     stored = weight.T.contiguous() if transposed else weight
@@ -96,5 +94,5 @@ def test_a_range_that_no_group_has_is_not_refused(transposed):
 
 
 def test_a_tied_head_is_looked_at_where_its_values_are():
-    head = Target("lm_head.weight", (Location("embed.weight", ROWS),), 1, ROWS, COLUMNS, 4, 16, True, False, "x")
+    head = Target("lm_head.weight", (Location("embed.weight", ROWS),), 1, ROWS, COLUMNS, GridSpec(4, 16), False, "x")
     assert refused(torch.full((ROWS, COLUMNS), 1e6), [head], Config(), "embed.weight")

@@ -1,11 +1,17 @@
 import inspect
-from dataclasses import fields, replace
+import runpy
+import sys
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from typer.main import get_command
 
-from hessquant import cli
-from hessquant.config import Config, Override
+import hessquant
+from hessquant import cli, commands
+from hessquant.config import CLIENTS, Config, Override, documented, setting_of
+from hessquant.errors import ConfigError
 
 # Block size is a matter of speed, not of the result; it has no option.
 WITHOUT_OPTION = {"block_size"}
@@ -56,6 +62,117 @@ def test_each_option_changes_its_setting_and_no_other(pipeline, command, argumen
 def test_every_setting_has_an_option():
     tested = {name for _, changed in OPTIONS for name in changed}
     assert tested == {field.name for field in fields(Config)} - WITHOUT_OPTION
+    assert {field.name for field in fields(Config) if setting_of(field).option is None} == WITHOUT_OPTION
+
+
+@pytest.mark.parametrize("described", [field(default=3), field(default=3, metadata={"setting": "Three."})])
+def test_a_setting_that_says_nothing_of_itself_is_an_error(described):
+    made = type("Settings", (), {"__annotations__": {"extra": int}, "extra": described})
+    with pytest.raises(TypeError, match="'extra' says nothing of itself"):
+        documented(dataclass(made))
+
+
+@pytest.mark.parametrize("record", [Config, Override])
+def test_the_documentation_of_a_record_is_what_its_fields_say(record):
+    text = " ".join(inspect.getdoc(record).split())
+    for each in fields(record):
+        said = setting_of(each)
+        assert said.text.endswith(".")
+        meaning = f"False = {said.text[0].lower()}{said.text[1:]}" if each.default is True else said.text
+        assert f"{each.name}: {meaning}" in text
+        assert not said.unset or f"None = {said.unset}." in text
+    assert "Raises: ConfigError" in text
+
+
+@pytest.mark.parametrize("command", ["plan", "quantize"])
+def test_help_says_the_first_sentence_of_each_setting_and_its_default(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    assert cli.main([command, "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for each in fields(Config):
+        said = setting_of(each)
+        if said.option is None:
+            continue
+        [line] = [line for line in lines if f"--{said.option or each.name} ".replace("_", "-") in line]
+        assert said.text.partition(". ")[0].removesuffix(".") in line
+        assert not said.unset or f"[default: ({said.unset})]" in line
+        assert not isinstance(each.default, str) or f"[default: {each.default}]" in line
+
+
+def test_no_help_holds_brackets_which_rich_would_take_for_markup():
+    for command in get_command(commands.app).commands.values():
+        for option in command.params:
+            assert "[" not in (getattr(option, "help", None) or "")
+
+
+def test_the_tables_of_options_are_those_that_the_script_makes():
+    made = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "make_options.py"))
+    text = made["PAGE"].read_text(encoding="utf-8")
+    assert text == made["page"](), "run: python docs/make_options.py"
+    for options, _ in OPTIONS:
+        assert f"| `{options[0]}" in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"bits": 9}, "bits is 9; choose 2 to 8"),
+        ({"bits": 1}, "bits is 1; choose 2 to 8"),
+        ({"bits": "4"}, "bits is '4'; choose 2 to 8"),
+        ({"bits": None}, "bits is None; choose 2 to 8"),
+        ({"group_size": 0}, "group_size is 0; choose 'auto', -1 or a positive number"),
+        ({"group_size": "many"}, "group_size is 'many'; choose 'auto', -1 or a positive number"),
+        ({"format": "awq"}, "format is 'awq'; choose one of gptq, compressed-tensors, gguf"),
+        ({"order": None}, "order is None; choose one of activation, natural, group"),
+        ({"scales": "some"}, "scales is 'some'; choose one of static, dynamic"),
+        ({"capture": "twice"}, "capture is 'twice'; choose one of auto, once, passes"),
+        ({"experts": "some"}, "experts is 'some'; choose one of routed, all"),
+        ({"token_weights": "some"}, "token_weights is 'some'; choose one of attention, uniform"),
+        ({"damping": 1.5}, "damping is 1.5; choose a fraction from 0 to 1, for example 0.01"),
+        ({"damping": float("nan")}, "damping is nan; choose a fraction from 0 to 1, for example 0.01"),
+        ({"max_unquantized": -1}, "max_unquantized is -1; choose a share from 0 to 1, for example 0.2"),
+        ({"refinement_rounds": -1}, "refinement_rounds is -1; it must be at least 0"),
+        ({"block_size": 0}, "block_size is 0; it must be at least 1"),
+        ({"num_windows": 0}, "num_windows is 0; it must be at least 1"),
+        ({"window_length": 0}, "window_length is 0; it must be at least 1"),
+        ({"activation_memory": -1}, "activation_memory is -1; it must be at least 0"),
+        ({"shard_bytes": 0}, "shard_bytes is 0; it must be at least 1"),
+        ({"serve": ("vllm", "ollama")}, f"serve names 'ollama'; known clients are {', '.join(CLIENTS)}"),
+        ({"serve": "vllm"}, f"serve names 'v'; known clients are {', '.join(CLIENTS)}"),
+    ],
+    ids=str,
+)
+def test_a_value_that_means_nothing_is_refused_with_those_that_do(settings, message):
+    with pytest.raises(ConfigError) as refused:
+        Config(**settings)
+    assert str(refused.value) == message
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"bits": 9}, "bits is 9; choose 2 to 8"),
+        ({"group_size": 0}, "group_size is 0; choose -1 or a positive number"),
+        ({"group_size": "auto"}, "group_size is 'auto'; choose -1 or a positive number"),
+    ],
+    ids=str,
+)
+def test_an_override_that_means_nothing_is_refused_and_named(settings, message):
+    with pytest.raises(ConfigError) as refused:
+        Override(pattern="a.*", **settings)
+    assert str(refused.value) == f"override 'a.*': {message}"
+
+
+def test_values_at_the_bounds_are_taken_and_so_are_those_of_numpy():
+    Config(bits=2, group_size=-1, damping=0, max_unquantized=1, activation_memory=0, refinement_rounds=0)
+    Config(bits=np.int64(8), group_size=np.int32(1), damping=np.float32(1), serve=CLIENTS, window_length=None)
+    Override(pattern="a", bits=8, group_size=-1)
+
+
+def test_a_command_imports_the_pipeline(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "hessquant.pipeline", raising=False)
+    monkeypatch.delattr(hessquant, "pipeline", raising=False)
+    assert cli.main(["inspect", str(tmp_path / "none")]) == 2
 
 
 @pytest.mark.parametrize("command", [["plan", "m"], ["quantize", "m", "out"]], ids=["plan", "quantize"])

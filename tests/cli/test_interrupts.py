@@ -127,7 +127,7 @@ def run(tmp_path):
             # As a command and its caller do.
             body = f"try:\n    with interrupts:\n{indent(body, 8 * ' ')}\n"
             body += "except Exception as error:\n    assert type(error).__name__ == 'Interrupted', error\n"
-            body += "    interrupts._leave(interrupts.number)\n"
+            body += "    interrupts._leave()\n"
         return subprocess.run(
             [sys.executable, "-c", program + body + EPILOGUE],
             capture_output=True,

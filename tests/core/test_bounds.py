@@ -7,10 +7,11 @@ from tests.problems import loss_of, random_layer, swept
 from hessquant.core import bounds
 from hessquant.core.bounds import expected_sweep_loss, order_free_floor
 from hessquant.core.factor import factorize
-from hessquant.core.grid import Grid, GridSpec, min_max
+from hessquant.core.grid import Grid, min_max
 from hessquant.core.obq import damped
+from hessquant.records import GridSpec
 
-SPEC = GridSpec(bits=8, group_size=16, scale_dtype=torch.float32)
+SPEC = GridSpec(bits=8, group_size=16, scale_dtype="float32")
 
 
 def roomy(weight):
@@ -51,7 +52,7 @@ def test_dead_columns_count_for_nothing(order):
     hessian[dead] = 0
     hessian[:, dead] = 0
     # One scale per row: the same grid whether or not the dead columns are there.
-    spec = GridSpec(bits=4, scale_dtype=torch.float64)
+    spec = GridSpec(bits=4, scale_dtype="float64")
     grid = min_max(weight, spec)
     with_them = factorize(hessian, damping=0.01, order=order, group_width=12)
     without = factorize(hessian[live][:, live], damping=0.01, order=order, group_width=6)
@@ -66,7 +67,7 @@ def test_of_the_scales_each_column_takes_its_own_groups():
     hessian[dead] = 0
     hessian[:, dead] = 0
     weight[:, 8:] *= 100
-    grid = min_max(weight, GridSpec(bits=4, group_size=4, scale_dtype=torch.float64))
+    grid = min_max(weight, GridSpec(bits=4, group_size=4, scale_dtype="float64"))
     factor = factorize(hessian, damping=0.01, order="activation", group_width=4)
     live = [column for column in range(12) if column not in dead]
     expected = floor = 0.0
@@ -97,7 +98,7 @@ def test_rows_are_looked_at_in_chunks(monkeypatch):
 
 def test_the_floor_is_the_determinant_bound():
     _, hessian = random_layer(1, 8, seed=1)
-    grid = min_max(torch.ones(1, 8), GridSpec(bits=4, scale_dtype=torch.float64))
+    grid = min_max(torch.ones(1, 8), GridSpec(bits=4, scale_dtype="float64"))
     factor = factorize(hessian, damping=0.01, order="natural", group_width=8)
     step = grid.scales.item()
     determinant = torch.linalg.det(damped(hessian, 0.01)).item()

@@ -6,15 +6,16 @@ from tests.problems import layers
 
 from hessquant.core.grid import (
     Grid,
-    GridSpec,
     count_degenerate,
     decode,
     encode,
     min_max,
+    scale_dtype,
     scale_factors,
     smallest_scale,
 )
 from hessquant.errors import GridError
+from hessquant.records import GridSpec
 
 
 @settings(max_examples=80, deadline=None)
@@ -43,7 +44,7 @@ def test_values_of_the_grid_encode_to_themselves(layer):
 def test_scales_are_finite_positive_and_of_the_stored_dtype_and_zeros_are_codes(layer):
     weight, _, spec = layer
     grid = min_max(weight, spec)
-    assert grid.scales.dtype == spec.scale_dtype
+    assert grid.scales.dtype == scale_dtype(spec)
     assert torch.isfinite(grid.scales).all()
     assert (grid.scales > 0).all()
     assert (grid.zeros <= spec.top).all()
@@ -100,7 +101,7 @@ def test_a_symmetric_grid_holds_zero_and_uses_every_code(bits):
 @given(st.integers(2, 8), st.floats(0.1, 100.0))
 def test_one_scale_tried_on_a_symmetric_grid_holds_the_largest_weight_as_its_last_value(bits, largest):
     weight = torch.tensor([[largest, -largest / 3]], dtype=torch.float64)
-    spec = GridSpec(bits=bits, scale_dtype=torch.float32)
+    spec = GridSpec(bits=bits, scale_dtype="float32")
     errors = []
     for factor in scale_factors(spec):
         grid = min_max(weight * factor, spec)

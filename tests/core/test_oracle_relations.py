@@ -8,9 +8,10 @@ from tests.problems import ORDERS, layers, loss_of, random_layer, swept
 
 from hessquant.core.factor import factorize
 from hessquant.core.gptq import sweep
-from hessquant.core.grid import Grid, GridSpec, QuantizedWeight, encode, min_max
+from hessquant.core.grid import Grid, QuantizedWeight, encode, min_max
 from hessquant.core.obq import damped, gptq_reference, obq
 from hessquant.kernels import twin
+from hessquant.records import GridSpec
 
 relation = settings(max_examples=60, deadline=None)
 
@@ -71,7 +72,7 @@ def test_scaling_the_hessian_changes_nothing(layer, order, exponent):
 def test_the_two_weight_example_holds_to_the_digit():
     weight = torch.tensor([[0.62, 0.30]], dtype=torch.float64)
     hessian = torch.tensor([[4.0, 2.0], [2.0, 3.0]], dtype=torch.float64)
-    grid = Grid(GridSpec(3, True, -1, torch.float64), torch.tensor([[0.5]], dtype=torch.float64), torch.tensor([[4]]))
+    grid = Grid(GridSpec(3, scale_dtype="float64"), torch.tensor([[0.5]], dtype=torch.float64), torch.tensor([[4]]))
     inverse = torch.linalg.inv(damped(hessian, 0.0))
     error = weight[0, 0] - 0.5
     delta = -error / inverse[0, 0] * inverse[0]
@@ -99,7 +100,7 @@ def test_the_outlier_rule_rounds_a_weight_out_of_range_first():
     # The second weight is far outside the grid: rounded first, its large error can go into the first one.
     weight = torch.tensor([[0.4, 3.0]], dtype=torch.float64)
     hessian = torch.tensor([[2.0, 1.9], [1.9, 2.0]], dtype=torch.float64)
-    grid = Grid(GridSpec(3, True, -1, torch.float64), torch.tensor([[0.5]], dtype=torch.float64), torch.tensor([[4]]))
+    grid = Grid(GridSpec(3, scale_dtype="float64"), torch.tensor([[0.5]], dtype=torch.float64), torch.tensor([[4]]))
     plain = obq(weight, hessian, grid, rule="natural", damping=0.0)
     with_rule = obq(weight, hessian, grid, rule="natural", damping=0.0, outliers_first=True)
     assert loss_of(with_rule, weight, hessian, grid) < loss_of(plain, weight, hessian, grid)

@@ -2,9 +2,10 @@ import torch
 from hypothesis import given, settings
 from tests.problems import layers, random_layer, swept
 
-from hessquant.core.grid import GridSpec, QuantizedWeight, encode, min_max
+from hessquant.core.grid import QuantizedWeight, encode, min_max, scale_dtype
 from hessquant.core.refine import descend
 from hessquant.kernels import twin
+from hessquant.records import GridSpec
 
 
 def start(weight, hessian, spec):
@@ -34,7 +35,7 @@ def literally(weight, quantized, hessian):
         slope = torch.einsum("ri,ij,rj->r", steps, hessian, others)
         curvature = torch.einsum("ri,ij,rj->r", steps, hessian, steps)
         for row in range(len(weight)):
-            stored = (slope[row] / curvature[row]).to(spec.scale_dtype).double()
+            stored = (slope[row] / curvature[row]).to(scale_dtype(spec)).double()
             before = scales[row, first // width]
             gain = (stored - before) * (2 * slope[row] - (stored + before) * curvature[row])
             if torch.isfinite(stored) and stored > 0 and gain > 0:

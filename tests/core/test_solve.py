@@ -11,12 +11,13 @@ from hessquant.core import gptq
 from hessquant.core.bounds import expected_sweep_loss, order_free_floor
 from hessquant.core.factor import factorize
 from hessquant.core.gptq import Kernels, sweep
-from hessquant.core.grid import GridSpec, QuantizedWeight, encode, min_max, scale_factors
+from hessquant.core.grid import QuantizedWeight, encode, min_max, scale_factors
 from hessquant.core.objective import loss
 from hessquant.core.obq import damped
 from hessquant.core.refine import descend
 from hessquant.errors import GridError, NonFiniteError
 from hessquant.kernels import twin
+from hessquant.records import GridSpec
 
 TWIN = Kernels(twin.sweep_block, twin.search_scales)
 
@@ -213,6 +214,6 @@ def test_a_hessian_beyond_float32_changes_nothing_but_the_losses(scale):
 
 def test_weights_whose_losses_overflow_are_refused():
     weight, hessian = random_layer(2, 8, seed=10)
-    spec = GridSpec(bits=4, scale_dtype=torch.float32)
+    spec = GridSpec(bits=4, scale_dtype="float32")
     with pytest.raises(NonFiniteError, match="overflow"):
         solved((weight * 1e30).float(), hessian, spec, Config())

@@ -9,7 +9,8 @@ from hessquant.errors import ConfigError, NonFiniteError, NotEnoughTextError
 from hessquant.evaluation.comparison import compare
 from hessquant.evaluation.measuring import evaluate_model
 from hessquant.evaluation.perplexity import CHUNK, Perplexity, perplexity
-from hessquant.records import Comparison, TokenWindow
+from hessquant.records import TokenWindow
+from hessquant.results import Comparison
 
 VOCABULARY = 97
 

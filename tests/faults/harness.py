@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 import hessquant
-from hessquant.checkpoint.decode import decoded_state
 from hessquant.checkpoint.reader import CheckpointReader
+from hessquant.checkpoint.unpacked import decoded_state
 
 ROOT = Path(__file__).parents[2]
 REPORTS = ("hessquant-report.json", "hessquant-report.html")

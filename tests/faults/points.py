@@ -82,9 +82,9 @@ def install(points, directories, source):
     import hessquant.calibration.activations as activations
     import hessquant.calibration.collect as collect
     import hessquant.checkpoint.reader as reader
+    import hessquant.checkpoint.writer as writer
     import hessquant.core.gptq as gptq
     import hessquant.pipeline.blocks as blocks
-    import hessquant.pipeline.publishing as publishing
     import hessquant.pipeline.quantizing as quantizing
     import hessquant.run.solve as solve
     import hessquant.run.store as store
@@ -94,9 +94,9 @@ def install(points, directories, source):
     for owner, name, before, after, detail in (
         (quantizing, "audit", "audit", "audited", None),
         (quantizing, "quantize_blocks", "quantize", "quantized", None),
-        (publishing, "write_checkpoint", "write-checkpoint", "written", None),
-        (publishing, "verify", "verify", "verified", None),
-        (publishing, "complete", "complete", "completed", None),
+        (writer.SafetensorsDraft, "write", "write-checkpoint", "written", None),
+        (writer.SafetensorsDraft, "verify", "verify", "verified", None),
+        (writer.SafetensorsDraft, "reveal", "complete", "completed", None),
         (blocks, "record_arguments", "record", "recorded", None),
         (blocks, "replay_block", "replay", "replayed", lambda block, index, batches: index),
         (collect.Collector, "collect", "collect", "collected", lambda self, stop, *_: stop.leader),

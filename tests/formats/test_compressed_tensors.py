@@ -8,34 +8,35 @@ from tests.formats.test_gptq_config import make_plan
 from tests.formats.test_gptq_tensors import random_weight, read_stream, stated, stated_by
 
 from hessquant.config import Config
-from hessquant.core.grid import Grid, GridSpec, QuantizedWeight
+from hessquant.core.grid import Grid, QuantizedWeight
 from hessquant.errors import CheckpointError, SourceError
-from hessquant.formats import compressed_tensors as ct
-from hessquant.formats import compressed_tensors_config
-from hessquant.formats.compressed_tensors_config import read_settings
+from hessquant.formats import DIALECTS, dialect_of
 from hessquant.formats.described import description_of
-from hessquant.formats.dialect import ModuleSettings, layout_of
-from hessquant.formats.dialects import DIALECTS, dialect_of
+from hessquant.formats.dialect import layout_of
+from hessquant.records import GridSpec
+
+ct = DIALECTS["compressed-tensors"]
+read_settings, (VARIANT,) = ct.read_settings, ct.variants
 
 
 def test_codes_pack_along_the_inputs_to_the_golden_words():
     codes = torch.arange(16, dtype=torch.uint8).view(1, 16)
     grid = Grid(GridSpec(4), torch.ones(1, 1, dtype=torch.float16), torch.full((1, 1), 8, dtype=torch.uint8))
-    packed = ct.pack(QuantizedWeight(codes, grid), ct.VARIANT)["weight_packed"]
+    packed = ct.pack(QuantizedWeight(codes, grid), VARIANT)["weight_packed"]
     # Signed -8 .. 7 with 8 added: the first code in the lowest bits.
     assert [word & 0xFFFFFFFF for word in packed[0].tolist()] == [0x76543210, 0xFEDCBA98]
 
 
 def test_zeros_pack_along_the_outputs_to_the_golden_words():
     zeros = torch.arange(8, dtype=torch.uint8).view(8, 1)
-    grid = Grid(GridSpec(4, False), torch.ones(8, 1, dtype=torch.float16), zeros)
-    packed = ct.pack(QuantizedWeight(torch.zeros(8, 8, dtype=torch.uint8), grid), ct.VARIANT)["weight_zero_point"]
+    grid = Grid(GridSpec(4, symmetric=False), torch.ones(8, 1, dtype=torch.float16), zeros)
+    packed = ct.pack(QuantizedWeight(torch.zeros(8, 8, dtype=torch.uint8), grid), VARIANT)["weight_zero_point"]
     assert packed.shape == (1, 1)
     assert packed.item() == 0x76543210
 
 
 def test_parts_have_the_documented_names_dtypes_and_shapes():
-    parts = ct.pack(random_weight(16, 64, 4, group_size=16, symmetric=False), ct.VARIANT)
+    parts = ct.pack(random_weight(16, 64, 4, group_size=16, symmetric=False), VARIANT)
     assert {name: (part.dtype, tuple(part.shape)) for name, part in parts.items()} == {
         "weight_packed": (torch.int32, (16, 8)),
         "weight_scale": (torch.float16, (16, 4)),
@@ -44,12 +45,12 @@ def test_parts_have_the_documented_names_dtypes_and_shapes():
     }
     assert parts["weight_shape"].tolist() == [16, 64]
     assert ct.layout(16, 64, stated(4, 16, False)) == layout_of(parts)
-    assert "weight_zero_point" not in ct.pack(random_weight(16, 64, 4), ct.VARIANT)
+    assert "weight_zero_point" not in ct.pack(random_weight(16, 64, 4), VARIANT)
 
 
 @settings(deadline=None, max_examples=60)
 @given(
-    bits=st.sampled_from(ct.BITS),
+    bits=st.sampled_from(ct.widths),
     symmetric=st.booleans(),
     group_size=st.sampled_from([-1, 8, 16, 32]),
     shape=st.sampled_from([(8, 32), (16, 96), (64, 32)]),
@@ -57,14 +58,14 @@ def test_parts_have_the_documented_names_dtypes_and_shapes():
 )
 def test_what_is_packed_is_what_is_decoded(bits, symmetric, group_size, shape, seed):
     weight = random_weight(*shape, bits, group_size, symmetric, seed)
-    parts = ct.pack(weight, ct.VARIANT)
+    parts = ct.pack(weight, VARIANT)
     assert ct.layout_fault(layout_of(parts), stated_by(weight)) is None
-    assert list(ct.value_faults(parts, stated_by(weight), ct.VARIANT)) == []
-    read = ct.unpack(parts, stated_by(weight), ct.VARIANT)
+    assert list(ct.value_faults(parts, stated_by(weight), VARIANT)) == []
+    read = ct.unpack(parts, stated_by(weight), VARIANT)
     assert torch.equal(read.codes, weight.codes)
     assert torch.equal(read.grid.zeros, weight.grid.zeros)
     assert torch.equal(read.grid.scales, weight.grid.scales)
-    assert torch.equal(ct.dequantize(parts, stated_by(weight), ct.VARIANT), weight.dequantize())
+    assert torch.equal(ct.dequantize(parts, stated_by(weight), VARIANT), weight.dequantize())
     row = seed % shape[0]
     assert read_stream(parts["weight_packed"][row].tolist(), bits) == weight.codes[row].tolist()
     if not symmetric:
@@ -88,7 +89,7 @@ def test_shapes_without_a_place_in_the_format_are_named(rows, columns, settings,
     if complaint is not None and columns % settings.groups(columns) == 0 and "divide" not in complaint:
         weight = random_weight(rows, columns, settings.bits, settings.group_size, settings.symmetric)
         with pytest.raises(CheckpointError, match=complaint):
-            ct.pack(weight, ct.VARIANT)
+            ct.pack(weight, VARIANT)
 
 
 @pytest.mark.parametrize(
@@ -105,30 +106,30 @@ def test_shapes_without_a_place_in_the_format_are_named(rows, columns, settings,
     ],
 )
 def test_malformed_parts_are_refused_by_name(part, replacement, complaint):
-    parts = ct.pack(random_weight(16, 64, 4, group_size=16, symmetric=False), ct.VARIANT)
+    parts = ct.pack(random_weight(16, 64, 4, group_size=16, symmetric=False), VARIANT)
     if replacement is None:
         del parts[part]
     else:
         parts[part] = replacement
     with pytest.raises(CheckpointError, match=complaint):
-        ct.dequantize(parts, stated(4, 16, False), ct.VARIANT)
+        ct.dequantize(parts, stated(4, 16, False), VARIANT)
 
 
 def test_values_that_no_server_can_use_are_found():
-    parts = ct.pack(random_weight(16, 64, 4, group_size=16), ct.VARIANT)
+    parts = ct.pack(random_weight(16, 64, 4, group_size=16), VARIANT)
     parts["weight_scale"][0, 0], parts["weight_scale"][1, 1] = -1, torch.nan
     parts["weight_zero_point"] = torch.zeros(2, 4, dtype=torch.int32)
-    found = list(ct.value_faults(parts, stated(4, 16), ct.VARIANT))
+    found = list(ct.value_faults(parts, stated(4, 16), VARIANT))
     assert "weight_scale has 2 values" in found[0]
     assert "symmetric" in found[1]
 
 
 def describe(plan, *others):
-    return compressed_tensors_config.describe(description_of(plan), *others)
+    return ct.describe(description_of(plan), *others)
 
 
 def test_the_config_of_a_plain_plan_is_the_documented_one():
-    described = describe(make_plan(), Config(group_size=32), ct.VARIANT, "0.1.0")
+    described = describe(make_plan(), Config(group_size=32), VARIANT, "0.1.0")
     assert described["quant_method"] == "compressed-tensors"
     assert described["format"] == "pack-quantized"
     assert described["quantization_status"] == "compressed"
@@ -146,24 +147,24 @@ def test_the_config_of_a_plain_plan_is_the_documented_one():
 
 def test_modules_left_alone_are_ignored_by_their_full_names():
     skipped = {"model.layers.0.mlp.down_proj"}
-    described = describe(make_plan(skipped), Config(group_size=32), ct.VARIANT, "0")
+    described = describe(make_plan(skipped), Config(group_size=32), VARIANT, "0")
     assert described["ignore"] == ["model.layers.0.mlp.down_proj", "lm_head"]
     read = read_settings(described)
     assert read.module("model.layers.0.mlp.down_proj") is None
-    assert read.module("model.layers.1.mlp.down_proj") == ModuleSettings(4, 32, True)
+    assert read.module("model.layers.1.mlp.down_proj") == GridSpec(4, 32, True)
 
 
 def test_modules_with_settings_of_their_own_are_a_group_of_their_own():
     plan = make_plan()
     wide = "model.layers.1.mlp.down_proj.weight"
     targets = tuple(
-        dataclasses.replace(target, bits=8, group_size=-1) if target.name == wide else target for target in plan.targets
+        dataclasses.replace(target, grid=GridSpec(8)) if target.name == wide else target for target in plan.targets
     )
-    described = describe(dataclasses.replace(plan, targets=targets), Config(), ct.VARIANT, "0")
+    described = describe(dataclasses.replace(plan, targets=targets), Config(), VARIANT, "0")
     assert [group["targets"] for group in described["config_groups"].values()] == [[wide[:-7]], ["Linear"]]
     read = read_settings(described)
     for target in targets:
-        assert read.module(target.name[:-7]) == ModuleSettings(target.bits, target.group_size, target.symmetric)
+        assert read.module(target.name[:-7]) == target.grid
 
 
 @pytest.mark.parametrize(
@@ -182,7 +183,7 @@ def test_modules_with_settings_of_their_own_are_a_group_of_their_own():
     ],
 )
 def test_configs_that_cannot_be_followed_are_refused(change, complaint):
-    described = describe(make_plan(), Config(group_size=32), ct.VARIANT, "0")
+    described = describe(make_plan(), Config(group_size=32), VARIANT, "0")
     group = described["config_groups"]["group_0"]
     for key, value in change.items():
         if key == "weights":

@@ -4,10 +4,9 @@ import pytest
 from tests.formats.test_gptq_config import make_plan, with_settings
 
 from hessquant.errors import PlanError
+from hessquant.formats import DIALECTS
 from hessquant.formats.described import description_of
-from hessquant.formats.dialects import DIALECTS
-from hessquant.formats.judge import misread
-from hessquant.records import Location, Untouched
+from hessquant.records import GridSpec, Location, Untouched
 
 FORMATS = ["gptq", "compressed-tensors"]
 
@@ -17,8 +16,8 @@ def described(plan, output_format):
     return dialect.describe(description_of(plan), None, dialect.variants[0], "0")
 
 
-def faults(plan, output_format, config):
-    return list(misread(description_of(plan), DIALECTS[output_format].read_settings(config)))
+def fault(plan, output_format, config):
+    return DIALECTS[output_format].read_settings(config).misread(description_of(plan))
 
 
 def with_left(plan, *tensors):
@@ -44,7 +43,7 @@ def test_embeddings_are_looked_up_and_need_no_word():
 @pytest.mark.parametrize("change", [{"bits": 8}, {"group_size": 16}, {"group_size": -1}])
 def test_what_is_written_is_read_as_it_is_meant(output_format, change):
     plan = with_settings(make_plan({"model.layers.0.self_attn.o_proj"}, blocks=3), {"layers.1.mlp.down_proj": change})
-    assert faults(plan, output_format, described(plan, output_format)) == []
+    assert fault(plan, output_format, described(plan, output_format)) is None
 
 
 def test_a_skipped_set_is_named_as_servers_fuse_it():
@@ -58,14 +57,19 @@ def test_a_skipped_set_is_named_as_servers_fuse_it():
     # Without that name, the fused module would be taken for quantized, and that is noticed.
     pattern = next(iter(config["dynamic"]))
     config["dynamic"] = {pattern.replace("|qkv_proj", ""): {}}
-    assert "qkv_proj" in faults(plan, "gptq", config)[0]
+    assert "qkv_proj" in fault(plan, "gptq", config)
 
 
 def experts(plan, settings=None):
     """The plan with two experts in place of the MLP of each block."""
     dense = [target for target in plan.targets if ".mlp." not in target.name]
     others = [
-        dataclasses.replace(target, name=name, locations=(Location(name, 64),), **(settings or {}))
+        dataclasses.replace(
+            target,
+            name=name,
+            locations=(Location(name, 64),),
+            grid=dataclasses.replace(target.grid, **(settings or {})),
+        )
         for target in plan.targets
         if ".mlp." in target.name
         for number in range(2)
@@ -107,7 +111,7 @@ def test_parts_in_which_nothing_is_quantized_are_said_as_a_whole(output_format):
         ),
     )
     config = described(plan, output_format)
-    assert faults(plan, output_format, config) == []
+    assert fault(plan, output_format, config) is None
     read = DIALECTS[output_format].read_settings(config).readings[-1]
     if output_format == "compressed-tensors":
         assert read.module("model.vision_tower.vision_model.layers.0.self_attn.qkv_proj") is None
@@ -118,7 +122,7 @@ def test_two_weights_of_one_name_with_different_settings_are_refused():
     plan = make_plan()
     first, second, *others = plan.targets
     same = (Location("model.layers.0.self_attn.qkv_proj.weight", 64),)
-    changed = dataclasses.replace(first, locations=same, bits=8), dataclasses.replace(second, locations=same)
+    changed = dataclasses.replace(first, locations=same, grid=GridSpec(8)), dataclasses.replace(second, locations=same)
     with pytest.raises(
         PlanError, match=r"k_proj and .*q_proj would be quantized differently, but clients know both as"
     ):

@@ -7,12 +7,11 @@ from transformers import GPTQConfig
 
 from hessquant.config import Config
 from hessquant.errors import SourceError
-from hessquant.formats import gptq_config
+from hessquant.formats import DIALECTS
 from hessquant.formats.described import description_of
-from hessquant.formats.dialect import ModuleSettings, settings_of
-from hessquant.formats.dialects import DIALECTS
-from hessquant.formats.gptq_config import read_settings
-from hessquant.records import Location, Target, Untouched
+from hessquant.records import GridSpec, Location, Target, Untouched
+
+read_settings = DIALECTS["gptq"].read_settings
 
 SHARED = {
     "self_attn.k_proj": "self_attn.q_proj",
@@ -43,9 +42,7 @@ def make_plan(skipped=(), blocks=2, group_size=32, bits=4, symmetric=True):
                     block,
                     64,
                     64,
-                    bits,
-                    group_size,
-                    symmetric,
+                    GridSpec(bits, group_size, symmetric),
                     False,
                     first,
                 )
@@ -54,7 +51,7 @@ def make_plan(skipped=(), blocks=2, group_size=32, bits=4, symmetric=True):
 
 
 def describe(plan, *others):
-    return gptq_config.describe(description_of(plan), *others)
+    return DIALECTS["gptq"].describe(description_of(plan), *others)
 
 
 def test_the_config_says_exactly_what_the_file_holds():
@@ -157,10 +154,9 @@ def test_stacked_experts_left_alone_are_named_by_their_module():
 def with_settings(plan, changes):
     """The plan with other settings for the weights whose names end so."""
     targets = tuple(
-        dataclasses.replace(
-            target, **next((c for end, c in changes.items() if target.name.endswith(f"{end}.weight")), {})
-        )
+        dataclasses.replace(target, grid=dataclasses.replace(target.grid, **change))
         for target in plan.targets
+        for change in [next((c for end, c in changes.items() if target.name.endswith(f"{end}.weight")), {})]
     )
     return dataclasses.replace(plan, targets=targets)
 
@@ -216,7 +212,7 @@ def test_mixed_settings_are_read_back_module_by_module(describe_as):
         dialect.describe(description_of(plan), None, "pack-quantized" if "-" in describe_as else "gptq", "0")
     )
     for target in plan.targets:
-        assert read.module(target.name.removesuffix(".weight")) == settings_of(target)
+        assert read.module(target.name.removesuffix(".weight")) == target.grid
     assert read.module("model.layers.0.self_attn.o_proj") is None
 
 
@@ -229,7 +225,7 @@ def test_what_is_written_is_read_back():
     described = describe(make_plan(symmetric=False), Config(symmetric=False), "gptq_v2", "0")
     read = read_settings(described)
     assert read.variant == "gptq_v2"
-    assert read.module("model.layers.0.mlp.up_proj") == ModuleSettings(4, 32, False)
+    assert read.module("model.layers.0.mlp.up_proj") == GridSpec(4, 32, False)
 
 
 def test_foreign_overrides_apply_from_the_start_of_the_name_and_the_first_wins():
@@ -248,9 +244,9 @@ def test_foreign_overrides_apply_from_the_start_of_the_name_and_the_first_wins()
     )
     assert read.variant == "gptq"
     assert read.module("model.layers.0.mlp.down_proj") is None
-    assert read.module("model.layers.1.mlp.down_proj") == ModuleSettings(8, 128, True)
-    assert read.module("model.layers.1.mlp.up_proj") == ModuleSettings(4, 32, True)
-    assert read.module("model.layers.1.mlp.gate_proj") == ModuleSettings(4, 128, True)
+    assert read.module("model.layers.1.mlp.down_proj") == GridSpec(8, 128, True)
+    assert read.module("model.layers.1.mlp.up_proj") == GridSpec(4, 32, True)
+    assert read.module("model.layers.1.mlp.gate_proj") == GridSpec(4, 128, True)
 
 
 @pytest.mark.parametrize(
@@ -276,3 +272,10 @@ def test_foreign_overrides_apply_from_the_start_of_the_name_and_the_first_wins()
 def test_configs_without_a_meaning_are_refused(change, complaint):
     with pytest.raises(SourceError, match=complaint):
         read_settings({"quant_method": "gptq", "bits": 4, "group_size": 128} | change)
+
+
+def test_of_blocks_in_two_places_the_first_are_named_whatever_order_sets_have():
+    plan = dataclasses.replace(make_plan(), blocks=("encoder.block.0", "decoder.block.0"))
+    assert describe(plan, None, "gptq", "0")["block_name_to_quantize"] == "encoder.block"
+    plan = dataclasses.replace(plan, blocks=("decoder.block.0", "encoder.block.0"))
+    assert describe(plan, None, "gptq", "0")["block_name_to_quantize"] == "decoder.block"

@@ -3,11 +3,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hessquant.core.grid import Grid, GridSpec, QuantizedWeight, encode, min_max
+from hessquant.core.grid import Grid, QuantizedWeight, encode, min_max
 from hessquant.errors import CheckpointError
+from hessquant.formats import DIALECTS
 from hessquant.formats import bits as bit_streams
-from hessquant.formats import compressed_tensors, gptq
-from hessquant.formats.dialect import ModuleSettings, layout_of
+from hessquant.formats.dialect import layout_of
+from hessquant.records import GridSpec
+
+gptq = DIALECTS["gptq"]
 
 
 def random_weight(rows, columns, bits, group_size=-1, symmetric=True, seed=0):
@@ -24,12 +27,12 @@ def random_weight(rows, columns, bits, group_size=-1, symmetric=True, seed=0):
 
 
 def stated(bits, group_size=-1, symmetric=True):
-    return ModuleSettings(bits, group_size, symmetric)
+    return GridSpec(bits, group_size, symmetric)
 
 
 def stated_by(weight):
     spec = weight.grid.spec
-    return ModuleSettings(spec.bits, spec.group_size, spec.symmetric)
+    return spec
 
 
 def read_stream(words, bits):
@@ -106,7 +109,7 @@ shapes = st.sampled_from([(32, 32), (32, 96), (64, 32), (96, 64)])
 
 @settings(deadline=None, max_examples=60)
 @given(
-    bits=st.sampled_from(gptq.BITS),
+    bits=st.sampled_from(gptq.widths),
     symmetric=st.booleans(),
     group_size=st.sampled_from([-1, 8, 16, 32]),
     shape=shapes,
@@ -114,7 +117,7 @@ shapes = st.sampled_from([(32, 32), (32, 96), (64, 32), (96, 64)])
 )
 def test_what_is_packed_is_what_is_decoded(bits, symmetric, group_size, shape, seed):
     weight = random_weight(*shape, bits, group_size, symmetric, seed)
-    checkpoint_format = gptq.choose_checkpoint_format([weight])
+    checkpoint_format = gptq.choose_variant([weight])
     parts = gptq.pack(weight, checkpoint_format)
 
     read = gptq.unpack(parts, stated_by(weight), checkpoint_format)
@@ -139,8 +142,8 @@ def test_the_decoder_gives_the_same_in_many_chunks(monkeypatch):
 def test_v1_is_chosen_unless_a_weight_is_asymmetric():
     symmetric = random_weight(32, 32, 4)
     asymmetric = random_weight(32, 32, 4, symmetric=False)
-    assert gptq.choose_checkpoint_format([symmetric, symmetric]) == "gptq"
-    assert gptq.choose_checkpoint_format([symmetric, asymmetric]) == "gptq_v2"
+    assert gptq.choose_variant([symmetric, symmetric]) == "gptq"
+    assert gptq.choose_variant([symmetric, asymmetric]) == "gptq_v2"
 
 
 def test_v1_with_a_zero_of_0_is_refused():
@@ -172,7 +175,7 @@ def test_packing_a_shape_without_a_place_is_refused():
         gptq.pack(random_weight(10, 64, 4), "gptq")
 
 
-@pytest.mark.parametrize("dialect", [gptq, compressed_tensors])
+@pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
 def test_scales_are_written_as_float16_where_that_holds_them_exactly(dialect):
     weight = random_weight(8, 64, 4)
     grid = Grid(weight.grid.spec, weight.grid.scales.bfloat16(), weight.grid.zeros)
@@ -182,7 +185,7 @@ def test_scales_are_written_as_float16_where_that_holds_them_exactly(dialect):
     assert torch.equal(written.float(), grid.scales.float())
 
 
-@pytest.mark.parametrize("dialect", [gptq, compressed_tensors])
+@pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
 @pytest.mark.parametrize("value", [1e-30, 1e30, 1 + 2**-11])
 def test_scales_that_float16_does_not_hold_are_refused(dialect, value):
     weight = random_weight(8, 64, 4)
@@ -260,7 +263,8 @@ def test_scales_are_read_in_the_dtype_that_they_are_stored_in():
     parts = gptq.pack(weight, "gptq")
     parts["scales"] = parts["scales"].bfloat16()
     read = gptq.unpack(parts, stated(4, 16), "gptq")
-    assert read.grid.spec.scale_dtype == read.grid.scales.dtype == torch.bfloat16
+    assert read.grid.spec.scale_dtype == "bfloat16"
+    assert read.grid.scales.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -273,7 +277,7 @@ def test_zero_and_tiny_groups_come_back_finite_and_zero_groups_exact(symmetric):
     weight = source.to(torch.bfloat16).float()
     grid = min_max(weight, GridSpec(bits=4, symmetric=symmetric, group_size=32))
     quantized = QuantizedWeight(encode(weight, grid), grid)
-    checkpoint_format = gptq.choose_checkpoint_format([quantized])
+    checkpoint_format = gptq.choose_variant([quantized])
     parts = gptq.pack(quantized, checkpoint_format)
     scales = parts["scales"]
     assert bool(torch.isfinite(scales).all())
@@ -284,3 +288,10 @@ def test_zero_and_tiny_groups_come_back_finite_and_zero_groups_exact(symmetric):
     assert torch.equal(decoded[8, 32:64], torch.zeros(32))
     assert float((decoded[8, :32] - weight[8, :32]).abs().max()) <= float(grid.scales[8, 0])
     assert torch.equal(decoded, quantized.dequantize())
+
+
+@pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
+def test_a_ragged_last_group_is_on_no_grid(dialect):
+    parts = dialect.pack(random_weight(8, 64, 4, group_size=32), dialect.variants[0])
+    with pytest.raises(CheckpointError, match="group size 48 does not divide 64 inputs"):
+        dialect.unpack(parts, stated(4, 48), dialect.variants[0])

@@ -11,10 +11,10 @@ from safetensors.torch import save
 from tests.hostile.damage import bounded, fuzz, join, split
 
 from hessquant.checkpoint.audit import audit
-from hessquant.checkpoint.decode import decoded_state
 from hessquant.checkpoint.header import DTYPE_BYTES
 from hessquant.checkpoint.inspect import inspect_checkpoint
 from hessquant.checkpoint.reader import CheckpointReader, take_inventory
+from hessquant.checkpoint.unpacked import decoded_state
 from hessquant.errors import HessquantError, SourceError
 
 MODULE = "model.layers.0.mlp.up_proj"

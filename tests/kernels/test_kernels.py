@@ -11,9 +11,10 @@ from tests.problems import ORDERS, random_layer
 
 from hessquant.core.factor import factorize
 from hessquant.core.gptq import sweep
-from hessquant.core.grid import GridSpec, decode, encode, min_max, scale_factors
+from hessquant.core.grid import decode, encode, min_max, scale_factors
 from hessquant.kernels import cpu, twin
 from hessquant.kernels.dispatch import kernels_for
+from hessquant.records import GridSpec
 
 
 @settings(max_examples=25, deadline=None)

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from hessquant.errors import SourceError
 from hessquant.models import gguf as conversion
 from hessquant.models.load import build
-from hessquant.models.source import load_tokenizer, resolve
+from hessquant.models.source import resolve
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def test_config_names_class_and_dtype_and_no_quantization(make_gguf):
 
 def test_tokenizer_template_and_generation_config_are_kept(make_gguf):
     source = resolve(str(make_gguf()[0]))
-    tokenizer = load_tokenizer(source)
+    tokenizer = source.tokenizer
     assert tokenizer("ab c", add_special_tokens=False)["input_ids"] == [10, 11, 4]
     assert tokenizer.apply_chat_template([{"role": "user", "content": "abc"}], tokenize=False) == "abc"
     assert json.loads((source.directory / "generation_config.json").read_text())["eos_token_id"] == 1

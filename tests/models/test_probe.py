@@ -20,7 +20,11 @@ from hessquant.models.probe import probe
 from hessquant.models.source import ModelSource
 from hessquant.records import Location, TensorInfo
 
-SOURCE = ModelSource("tiny", Path("nowhere"))
+
+def probe_of(config, *others):
+    source = ModelSource("tiny", Path("nowhere"))
+    vars(source)["config"] = config  # as if it had been read
+    return probe(source, *others)
 
 
 def tensors(names):
@@ -33,7 +37,7 @@ def products(found):
 
 
 def test_llama_products_come_in_the_order_of_the_forward_pass(llama_config):
-    found = probe(SOURCE, llama_config)
+    found = probe_of(llama_config)
     assert found.architecture == "LlamaForCausalLM"
     assert found.blocks == ("model.layers.0", "model.layers.1")
     assert found.hidden_size == 64
@@ -44,14 +48,14 @@ def test_llama_products_come_in_the_order_of_the_forward_pass(llama_config):
 
 
 def test_shapes_are_outputs_by_inputs(llama_config):
-    seen = products(probe(SOURCE, llama_config))
+    seen = products(probe_of(llama_config))
     down, key = seen["model.layers.1.mlp.down_proj.weight"], seen["model.layers.1.self_attn.k_proj.weight"]
     assert (down.rows, down.columns, down.transposed, down.whole) == (64, 96, False, True)
     assert (key.rows, key.columns) == (32, 64)
 
 
 def test_conv1d_is_transposed_even_when_square(gpt2_config):
-    seen = products(probe(SOURCE, gpt2_config))
+    seen = products(probe_of(gpt2_config))
     qkv, square = seen["transformer.h.0.attn.c_attn.weight"], seen["transformer.h.1.mlp.c_fc.weight"]
     assert (qkv.rows, qkv.columns, qkv.transposed) == (192, 64, True)
     assert (square.rows, square.columns, square.transposed, square.whole) == (64, 64, True, True)
@@ -59,13 +63,13 @@ def test_conv1d_is_transposed_even_when_square(gpt2_config):
 
 
 def test_weights_with_the_same_input_tensor_share_its_number(llama_config):
-    found = probe(SOURCE, llama_config)
+    found = probe_of(llama_config)
     numbers = [product.input_id[0] for product in found.products[:8]]
     assert numbers == [0, 0, 0, 1, 2, 2, 3, 4]
 
 
 def test_roles_and_blocks_of_parameters(llama_config):
-    found = probe(SOURCE, llama_config)
+    found = probe_of(llama_config)
     assert found.parameters["model.embed_tokens.weight"].role == "embedding"
     assert found.parameters["lm_head.weight"].role == "head"
     assert found.parameters["model.layers.1.mlp.up_proj.weight"].block == 1
@@ -73,14 +77,14 @@ def test_roles_and_blocks_of_parameters(llama_config):
 
 
 def test_a_tied_head_is_the_embedding(gpt2_config):
-    head = probe(SOURCE, gpt2_config).parameters["lm_head.weight"]
+    head = probe_of(gpt2_config).parameters["lm_head.weight"]
     assert (head.role, head.same_as) == ("embedding", "transformer.wte.weight")
 
 
 @pytest.mark.parametrize("tuples", [False, True])
 def test_returns_tuple_is_what_the_blocks_return(llama_config, tuples):
     falcon = FalconConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=97)
-    assert probe(SOURCE, falcon if tuples else llama_config).returns_tuple == (tuples, tuples)
+    assert probe_of(falcon if tuples else llama_config).returns_tuple == (tuples, tuples)
 
 
 def test_seventy_billion_parameters_take_no_memory():
@@ -89,14 +93,14 @@ def test_seventy_billion_parameters_take_no_memory():
         num_key_value_heads=8, vocab_size=128256,
     )  # fmt: skip
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = probe(SOURCE, config)
+    found = probe_of(config)
     assert len(found.products) == 80 * 7 + 1
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000  # kB; one of its matrices is 900 MB
 
 
 def test_config_and_global_state_are_left_alone(llama_config):
     before, state = llama_config.to_dict(), torch.get_rng_state()
-    probe(SOURCE, llama_config)
+    probe_of(llama_config)
     assert llama_config.to_dict() == before
     assert torch.equal(torch.get_rng_state(), state)
     assert not isinstance(torch.ones(1) + 1, torch._subclasses.FakeTensor)
@@ -115,7 +119,7 @@ def test_experts_are_seen_one_by_one_under_their_names_in_the_checkpoint():
     config = MixtralConfig(**SMALL, intermediate_size=96, num_local_experts=4)
     stem = "model.layers.0.block_sparse_moe.experts"
     names = [f"{stem}.{expert}.{part}.weight" for expert in range(4) for part in ("w1", "w2", "w3")]
-    seen = products(probe(SOURCE, config, tensors(names)))
+    seen = products(probe_of(config, tensors(names)))
     gate, up, down = (seen[f"{stem}.2.{part}.weight"] for part in ("w1", "w3", "w2"))
     assert (gate.rows, gate.columns, down.rows, down.columns) == (96, 64, 64, 96)
     stack = "model.layers.0.mlp.experts.gate_up_proj"
@@ -129,7 +133,7 @@ def test_experts_in_one_tensor_of_the_checkpoint_get_the_names_that_loaders_know
     # All of them are multiplied at once, each with inputs of its own, stored [columns, rows].
     config = Llama4TextConfig(**SMALL, intermediate_size=64, intermediate_size_mlp=64, num_local_experts=4, head_dim=16)
     stem = "model.layers.0.feed_forward.experts"
-    seen = products(probe(SOURCE, config, tensors([f"{stem}.gate_up_proj", f"{stem}.down_proj"])))
+    seen = products(probe_of(config, tensors([f"{stem}.gate_up_proj", f"{stem}.down_proj"])))
     gate, up, down = (seen[f"{stem}.3.{name}_proj.weight"] for name in ("gate", "up", "down"))
     for half, first in ((gate, 0), (up, 64)):
         assert (half.rows, half.columns, half.transposed) == (64, 64, True)
@@ -143,9 +147,7 @@ def test_experts_in_one_tensor_of_the_checkpoint_get_the_names_that_loaders_know
 def test_halves_that_alternate_are_taken_apart_row_by_row():
     small = {"num_local_experts": 4, "head_dim": 16, "layer_types": ["full_attention"]}
     stem = "model.layers.0.mlp.experts"
-    seen = products(
-        probe(SOURCE, GptOssConfig(**SMALL, **small, intermediate_size=96), tensors([f"{stem}.gate_up_proj"]))
-    )
+    seen = products(probe_of(GptOssConfig(**SMALL, **small, intermediate_size=96), tensors([f"{stem}.gate_up_proj"])))
     gate, up = (seen[f"{stem}.1.{name}_proj.weight"] for name in ("gate", "up"))
     assert (gate.part_rows, up.part_rows) == ((0, 2), (1, 2))
     assert gate.locations == (Location(f"{stem}.gate_up_proj", 96, 1, True, True, first_row=0, row_step=2),)
@@ -153,7 +155,7 @@ def test_halves_that_alternate_are_taken_apart_row_by_row():
 
 def choosing(config):
     """What only chooses in the last block, by the end of its name."""
-    found = probe(SOURCE, config)
+    found = probe_of(config)
     return {
         product.name.removeprefix(f"{found.blocks[-1]}.").removesuffix(".weight"): product.chooses
         for product in found.products
@@ -174,7 +176,7 @@ def test_what_only_chooses_is_known_by_where_its_outputs_go():
 
 
 def test_the_routed_module_is_known_by_its_arguments():
-    assert probe(SOURCE, MixtralConfig(**SMALL, intermediate_size=96)).routed == {"model.layers.0.mlp.experts"}
+    assert probe_of(MixtralConfig(**SMALL, intermediate_size=96)).routed == {"model.layers.0.mlp.experts"}
 
 
 def feeding(found):
@@ -185,24 +187,24 @@ def feeding(found):
 
 
 def test_queries_keys_and_values_feed_attention_and_nothing_after_them_does(llama_config, gpt2_config):
-    assert feeding(probe(SOURCE, llama_config)) == {"q_proj", "k_proj", "v_proj"}
-    assert feeding(probe(SOURCE, gpt2_config)) == {"c_attn"}
+    assert feeding(probe_of(llama_config)) == {"q_proj", "k_proj", "v_proj"}
+    assert feeding(probe_of(gpt2_config)) == {"c_attn"}
 
 
 def test_every_stage_towards_keys_and_values_feeds_attention():
-    found = feeding(probe(SOURCE, tiny("deepseek_v3")))
+    found = feeding(probe_of(tiny("deepseek_v3")))
     assert found == {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"}
 
 
 def test_an_mlp_that_reads_the_attentions_input_does_not_feed_it():
-    found = probe(SOURCE, tiny("falcon"))
+    found = probe_of(tiny("falcon"))
     assert feeding(found) == {"query_key_value"}
     inputs = {name.rpartition(".")[0].rpartition(".")[2]: product.input_id for name, product in products(found).items()}
     assert inputs["query_key_value"] == inputs["dense_h_to_4h"]
 
 
 def test_nothing_feeds_an_attention_that_looks_both_ways():
-    assert not feeding(probe(SOURCE, BertConfig(**SMALL, intermediate_size=96, architectures=["BertForMaskedLM"])))
+    assert not feeding(probe_of(BertConfig(**SMALL, intermediate_size=96, architectures=["BertForMaskedLM"])))
 
 
 def test_keys_of_another_sequence_are_not_weighted():
@@ -210,7 +212,7 @@ def test_keys_of_another_sequence_are_not_weighted():
         d_model=64, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
         encoder_ffn_dim=96, decoder_ffn_dim=96, vocab_size=97, architectures=["BartForConditionalGeneration"],
     )  # fmt: skip
-    names = {product.name for product in probe(SOURCE, config).products if product.feeds_attention}
+    names = {product.name for product in probe_of(config).products if product.feeds_attention}
     assert names == {f"model.decoder.layers.0.self_attn.{name}_proj.weight" for name in "qkv"}
 
 
@@ -218,7 +220,7 @@ def test_a_config_of_no_language_model_is_refused():
     from transformers import ViTConfig
 
     with pytest.raises(SourceError, match="no model can be built"):
-        probe(SOURCE, ViTConfig())
+        probe_of(ViTConfig())
 
 
 def test_a_forward_pass_that_fails_is_refused_by_name(monkeypatch, llama_config):
@@ -226,4 +228,4 @@ def test_a_forward_pass_that_fails_is_refused_by_name(monkeypatch, llama_config)
 
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: x.no_such_method())
     with pytest.raises(PlanError, match=r"LlamaForCausalLM cannot be planned: .*no_such_method"):
-        probe(SOURCE, llama_config)
+        probe_of(llama_config)

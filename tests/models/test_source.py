@@ -5,7 +5,7 @@ import pytest
 
 from hessquant.errors import SourceError
 from hessquant.models import source as sources
-from hessquant.models.source import ModelSource, load_config, load_tokenizer, resolve
+from hessquant.models.source import ModelSource, resolve
 
 
 def test_a_directory_is_itself(make_model, llama_config):
@@ -41,7 +41,7 @@ def test_hub_download_leaves_pickles_and_untrusted_code(make_model, llama_config
 
     monkeypatch.setattr(sources, "snapshot_download", download)
     found = resolve("org/name", trust_remote_code=trust)
-    assert found == ModelSource("org/name", directory)
+    assert found == ModelSource("org/name", directory, trust)
     matched = {
         file
         for file in ("model.safetensors", "config.json", "pytorch_model.bin", "x.pt", "modeling_x.py")
@@ -87,16 +87,16 @@ def test_a_missing_demo_package_is_said_with_both_ways_to_install(monkeypatch):
 def test_an_unknown_model_type_is_a_source_error(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "no-such-type"}')
     with pytest.raises(SourceError, match=r"config\.json cannot be used.*no-such-type"):
-        load_config(resolve(str(tmp_path)))
+        _ = resolve(str(tmp_path)).config
 
 
 def test_a_config_that_needs_code_is_refused_unless_trusted(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "x", "auto_map": {"AutoConfig": "configuration_x.X"}}')
     with pytest.raises(SourceError, match="trust_remote_code"):
-        load_config(resolve(str(tmp_path)))
+        _ = resolve(str(tmp_path)).config
 
 
 def test_a_missing_tokenizer_is_a_source_error(make_model, llama_config):
     _, directory = make_model(llama_config)
     with pytest.raises(SourceError, match="no tokenizer"):
-        load_tokenizer(resolve(str(directory)))
+        _ = resolve(str(directory)).tokenizer

@@ -5,20 +5,23 @@ import pytest
 from hessquant.config import CLIENTS, Config
 from hessquant.errors import ConfigError, ServeError
 from hessquant.planning import make_plan
+from hessquant.planning.composition import PlannedCheckpoint
 from hessquant.planning.serving import refuse_unserved, remedies
-from hessquant.records import Location, ServerVerdict, Target
+from hessquant.records import GridSpec, Location, ServerVerdict, Target
 
 BLOCKS = ("h.0", "h.1")
 
 
-def weights(count=2, rows=64, columns=128, **settings):
-    values = {"bits": 4, "group_size": 64, "symmetric": True, "transposed": False} | settings
+def weights(count=2, rows=64, columns=128, transposed=False, **settings):
+    grid = GridSpec(**({"bits": 4, "group_size": 64} | settings))
     return tuple(
-        Target(
-            f"h.{n}.w.weight", (Location("w", rows),), n, rows, columns, shares_input_with=f"h.{n}.w.weight", **values
-        )
+        Target(f"h.{n}.w.weight", (Location("w", rows),), n, rows, columns, grid, transposed, f"h.{n}.w.weight")
         for n in range(count)
     )
+
+
+def checkpoint(planned):
+    return PlannedCheckpoint(planned, BLOCKS)
 
 
 def test_a_plan_that_the_client_opens_passes(llama):
@@ -96,42 +99,42 @@ def test_an_unknown_name_is_refused_with_those_that_are_known(names):
 )
 def test_the_fewest_changes_that_help_are_offered(client, output_format, planned, expected):
     # Formats are tried too, so the start of the list is what counts where it may grow with them.
-    assert remedies(client, output_format, weights(**planned), BLOCKS)[: len(expected) or None] == expected
+    assert remedies(client, output_format, checkpoint(weights(**planned)))[: len(expected) or None] == expected
 
 
 def test_a_group_size_is_offered_only_where_it_divides_the_inputs():
-    assert remedies("vllm-gpu", "gptq", weights(columns=208, group_size=16), BLOCKS)[0] == "--group-size -1"
+    assert remedies("vllm-gpu", "gptq", checkpoint(weights(columns=208, group_size=16)))[0] == "--group-size -1"
 
 
 def test_a_group_size_must_divide_the_inputs_in_formats_without_a_dialect_too():
-    assert remedies("llama.cpp", "gguf", weights(columns=160, group_size=48), BLOCKS)[0] == "--group-size 32"
+    assert remedies("llama.cpp", "gguf", checkpoint(weights(columns=160, group_size=48)))[0] == "--group-size 32"
 
 
 def test_a_format_is_offered_only_where_it_holds_the_weights():
     # Zeros of 4 bits fill whole words only where outputs are a multiple of 8.
-    assert "--format compressed-tensors" in remedies("transformers", "gptq", weights(group_size=2), BLOCKS)
+    assert "--format compressed-tensors" in remedies("transformers", "gptq", checkpoint(weights(group_size=2)))
     asymmetric = weights(rows=36, group_size=2, symmetric=False)
-    assert "--format compressed-tensors" not in remedies("transformers", "gptq", asymmetric, BLOCKS)
+    assert "--format compressed-tensors" not in remedies("transformers", "gptq", checkpoint(asymmetric))
 
 
 def test_an_offer_for_a_mixed_plan_says_that_it_is_for_all_weights():
     mixed = (*weights(1), *weights(2, bits=8)[1:])
-    assert remedies("vllm-cpu", "gptq", mixed, BLOCKS)[0] == "--bits 4 for every weight"
+    assert remedies("vllm-cpu", "gptq", checkpoint(mixed))[0] == "--bits 4 for every weight"
 
 
 def test_every_kind_of_block_counts_for_an_offer():
     mixed = (*weights(1, columns=208, group_size=16), *weights(2, columns=128, group_size=16)[1:])
     for planned in (mixed, mixed[::-1]):
-        assert remedies("vllm-gpu", "gptq", planned, BLOCKS)[0] == "--group-size -1"
+        assert remedies("vllm-gpu", "gptq", checkpoint(planned))[0] == "--group-size -1"
 
 
 def test_a_block_that_differs_in_its_storage_only_counts_too():
     mixed = (*weights(1, bits=8, transposed=True), *weights(2, bits=8)[1:])
-    assert remedies("vllm-cpu", "gptq", mixed, BLOCKS) == []
+    assert remedies("vllm-cpu", "gptq", checkpoint(mixed)) == []
 
 
 def test_where_no_change_helps_the_message_says_so():
     planned = weights(rows=48)
     verdict = ServerVerdict("S", "no", "because", "measured", "vllm-cpu")
     with pytest.raises(ServeError, match="none is known; leave weights out with --exclude"):
-        refuse_unserved(("vllm",), (verdict,), "gptq", planned, BLOCKS)
+        refuse_unserved(("vllm",), (verdict,), "gptq", checkpoint(planned))

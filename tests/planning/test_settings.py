@@ -8,7 +8,7 @@ from hessquant.planning import make_plan
 
 def settings(plan):
     return {
-        target.name.removeprefix("model.layers."): (target.bits, target.group_size, target.symmetric)
+        target.name.removeprefix("model.layers."): (target.grid.bits, target.grid.group_size, target.grid.symmetric)
         for target in plan.targets
     }
 
@@ -72,7 +72,7 @@ def test_size_and_bits_count_every_weight_with_its_own_settings(llama):
     model = llama()
     base = make_plan(*model, Config(group_size=128))
     wide = make_plan(*model, Config(group_size=128, overrides=(Override(pattern="down_proj", bits=8),)))
-    down = [target for target in wide.targets if target.bits == 8]
+    down = [target for target in wide.targets if target.grid.bits == 8]
     codes = sum(target.rows * target.columns for target in down) // 2
     zeros = sum(target.rows * target.groups for target in down) // 2
     assert wide.output_bytes - base.output_bytes == codes + zeros
@@ -91,3 +91,56 @@ def test_an_override_of_another_form_is_refused(text):
 def test_an_override_that_sets_nothing_is_refused():
     with pytest.raises(ConfigError, match="sets nothing"):
         Override(pattern="a")
+
+
+# Group sizes and bits against shapes.
+
+
+def test_a4_group_size_that_does_not_divide_is_refused_with_every_weight_and_the_fix(llama):
+    with pytest.raises(GroupSizeError) as caught:
+        make_plan(*llama(a4=True), Config(group_size=128))
+    lines = str(caught.value).splitlines()
+    assert lines[1] == "  model.layers.*.self_attn.q_proj.weight (2x): 96 inputs, group size 128"
+    assert lines[7] == "  model.layers.*.mlp.down_proj.weight (2x): 160 inputs, group size 128"
+    assert len(lines) == 9
+    assert "--group-size auto (takes 32; largest tensor-parallel size then 1)" in lines[8]
+    assert "--group-size -1" in lines[8]
+    assert "--exclude" in lines[8]
+
+
+def test_a4_only_the_ragged_weights_are_listed(llama):
+    with pytest.raises(GroupSizeError) as caught:
+        make_plan(*llama(hidden_size=64, intermediate_size=96), Config(group_size=64))
+    assert "down_proj" in str(caught.value)
+    assert "q_proj" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "expected"), [(96, 160, 32), (128, 256, 128), (128, 192, 64), (64, 256, 64)]
+)
+def test_auto_takes_the_largest_that_divides_every_input(llama, hidden, intermediate, expected):
+    plan = make_plan(*llama(hidden_size=hidden, intermediate_size=intermediate), Config())
+    assert plan.group_size == expected
+    assert {target.grid.group_size for target in plan.targets} == {expected}
+
+
+def test_auto_without_a_fitting_size_lists_the_weights_and_suggests_one_group_per_row(llama):
+    with pytest.raises(GroupSizeError, match=r"(?s)128, 64, 32.*down_proj\.weight \(2x\): 48 inputs\n.*-1"):
+        make_plan(*llama(hidden_size=64, intermediate_size=48), Config())
+
+
+def test_one_group_per_row_always_fits(llama):
+    plan = make_plan(*llama(hidden_size=64, intermediate_size=48), Config(group_size=-1))
+    assert plan.group_size == -1
+    assert {target.groups for target in plan.targets} == {1}
+
+
+@pytest.mark.parametrize("bits", [5, 6, 7])
+def test_bits_that_the_format_has_no_readers_for_are_refused(llama, bits):
+    with pytest.raises(PlanError, match=rf"gptq format cannot hold.*\n.*{bits} bits"):
+        make_plan(*llama(), Config(bits=bits))
+
+
+def test_rows_that_do_not_fill_words_are_refused(llama):
+    with pytest.raises(PlanError, match=r"mlp\.gate_proj\.weight: 100 outputs of 4 bits"):
+        make_plan(*llama(hidden_size=64, intermediate_size=100), Config(group_size=-1))

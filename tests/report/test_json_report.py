@@ -6,22 +6,17 @@ from types import MappingProxyType
 import pytest
 
 from hessquant.errors import NonFiniteError
-from hessquant.records import (
+from hessquant.records import GridSpec, Location, Plan, ServerVerdict, Target, TensorInfo, Untouched
+from hessquant.report.json_report import error_json, from_json, to_json
+from hessquant.results import (
     CalibrationRecord,
     Comparison,
     Evaluation,
     InspectedWeight,
     Inspection,
     LayerRecord,
-    Location,
-    Plan,
     RunReport,
-    ServerVerdict,
-    Target,
-    TensorInfo,
-    Untouched,
 )
-from hessquant.report.json_report import error_json, from_json, to_json
 
 DERIVED_OF_LAYER = {"relative_to_rtn", "relative_output_error"}
 
@@ -34,8 +29,15 @@ def with_tuple_shape(kind, loaded):
     return kind(**{**loaded, "shape": tuple(loaded["shape"])})
 
 
+def with_grid(loaded):
+    """What is said of a weight, with its grid's settings in a record of their own again."""
+    grid = {key: loaded.pop(key) for key in ("bits", "group_size", "symmetric", "scale_dtype")}
+    return {**loaded, "grid": GridSpec(**grid)}
+
+
 def target_from(loaded):
-    return Target(**{**loaded, "locations": tuple(Location(**location) for location in loaded["locations"])})
+    locations = tuple(Location(**location) for location in loaded["locations"])
+    return Target(**{**with_grid(loaded), "locations": locations})
 
 
 def plan_from(loaded):
@@ -85,7 +87,7 @@ def test_an_inspection_survives_the_round_trip(inspection):
     back = Inspection(
         **{
             **loaded,
-            "weights": tuple(InspectedWeight(**weight) for weight in loaded["weights"]),
+            "weights": tuple(InspectedWeight(**with_grid(weight)) for weight in loaded["weights"]),
             "untouched": tuple(with_tuple_shape(TensorInfo, tensor) for tensor in loaded["untouched"]),
             "faults": tuple(loaded["faults"]),
         }

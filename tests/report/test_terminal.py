@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from hessquant.records import GridSpec
 from hessquant.report.terminal import render_evaluation, render_inspection, render_plan, render_run
 
 HOSTILE = "model.layers.0.[bold red]x[/] [/nope]"
@@ -51,7 +52,7 @@ def test_a_plan_lists_targets_by_kind_and_the_untouched_by_reason(plan):
 
 def test_like_weights_on_unlike_grids_have_a_row_each(plan):
     first, *others = plan.targets
-    text = shown(render_plan(replace(plan, targets=(replace(first, bits=8, group_size=-1), *others))))
+    text = shown(render_plan(replace(plan, targets=(replace(first, grid=GridSpec(8)), *others))))
     rows = [line.split()[1:] for line in text.splitlines() if line.startswith("self_attn.q_proj")]
     assert rows == [
         ["576", "x", "576", "8-bit", "symmetric", "row", "1"],

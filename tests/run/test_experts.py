@@ -9,10 +9,9 @@ from hessquant.config import Config
 from hessquant.core import gptq, hessian
 from hessquant.core.experts import pooled, shrink
 from hessquant.core.factor import factorize
-from hessquant.core.grid import GridSpec
 from hessquant.core.hessian import HessianStatistics
 from hessquant.kernels.dispatch import kernels_for
-from hessquant.records import Location, Target
+from hessquant.records import GridSpec, Location, Target
 from hessquant.run.degraded import degradations
 from hessquant.run.solve import TargetSolver, matrix_at, put_back
 
@@ -22,7 +21,7 @@ STEM = "model.layers.1.mlp.experts"
 def expert(number, rows=16, columns=32):
     name = f"{STEM}.{number}.down_proj.weight"
     location = Location(f"{STEM}.down_proj", rows, piece=number, stacked=True)
-    return Target(name, (location,), 1, rows, columns, 4, -1, True, False, name)
+    return Target(name, (location,), 1, rows, columns, GridSpec(), False, name)
 
 
 def statistics_of(inputs):
@@ -111,7 +110,7 @@ def test_an_expert_is_solved_with_its_own_hessian_and_the_pools():
         mean, _ = shrink(own, pool)
         factor = factorize(mean, damping=0.01, order=config.order, group_width=32, dtype=torch.float32)
         kernels = kernels_for(stack.device, stack[number].numel())
-        expected = gptq.solve(stack[number], mean, factor, GridSpec(4, True, -1), config, kernels).weight
+        expected = gptq.solve(stack[number], mean, factor, GridSpec(4), config, kernels).weight
         found = solver.quantized[f"{STEM}.{number}.down_proj.weight"]
         assert torch.equal(found.codes, expected.codes)
         assert torch.equal(found.grid.scales, expected.grid.scales)
@@ -123,7 +122,7 @@ def test_rows_in_several_places_are_gathered_and_put_back():
         Location("gate", 3, to_row=0, to_step=2),
         Location("up", 3, transposed=True, first_row=1, to_row=1, to_step=2),
     )
-    target = Target("w", locations, 0, 6, 4, 4, -1, True, False, "w")
+    target = Target("w", locations, 0, 6, 4, GridSpec(), False, "w")
     gate, up = torch.arange(12.0).view(3, 4), 100 + torch.arange(16.0).view(4, 4)
     parameters = {"gate": gate.clone(), "up": up.T.contiguous()}
     matrix = matrix_at(parameters, target)

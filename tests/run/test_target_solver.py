@@ -8,12 +8,12 @@ from hessquant.config import Config
 from hessquant.core import gptq, hessian
 from hessquant.core.factor import factorize
 from hessquant.core.gptq import Kernels
-from hessquant.core.grid import GridSpec, encode, min_max
+from hessquant.core.grid import encode, min_max
 from hessquant.core.hessian import HessianStatistics
 from hessquant.core.rank import effective_rank
 from hessquant.errors import NonFiniteError
 from hessquant.kernels import twin
-from hessquant.records import Location, Target
+from hessquant.records import GridSpec, Location, Target
 from hessquant.run import solve as solving
 from hessquant.run.degraded import degradations
 from hessquant.run.solve import TargetSolver
@@ -26,9 +26,7 @@ def target(name, rows, columns, *, leader=None, transposed=False, group_size=-1)
         0,
         rows,
         columns,
-        4,
-        group_size,
-        True,
+        GridSpec(4, group_size),
         transposed,
         leader or name,
     )
@@ -99,7 +97,7 @@ def test_a_record_tells_what_was_solved():
     record = solve({"w": weight.clone()}, [target("w", 8, 16, group_size=8)], inputs, config).records[0]
     mean = hessian.hessian(statistics_of(inputs))
     factor = factorize(mean, damping=0.02, order=config.order, group_width=8, dtype=torch.float32)
-    spec = GridSpec(4, True, 8)
+    spec = GridSpec(4, 8)
     solution = gptq.solve(weight, mean, factor, spec, config, Kernels(twin.sweep_block, twin.search_scales))
     told = {name: getattr(record, name) for name in asdict(record)}
     for name in ("loss", "rtn_loss", "output_energy", "expected_loss", "floor", "fallback_rows"):

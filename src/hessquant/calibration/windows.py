@@ -17,7 +17,8 @@ from hessquant.calibration.sources import RunningText, Samples, Source, hub_part
 from hessquant.calibration.variety import variety_of
 from hessquant.errors import CalibrationError, NotEnoughTextError
 from hessquant.models.context import Context
-from hessquant.records import CalibrationRecord, TokenWindow
+from hessquant.records import TokenWindow
+from hessquant.results import CalibrationRecord
 
 # Where the digest goes on with something else than a window's length; no window is that long.
 _TARGET, _SAMPLE = 2**32 - 1, 2**32 - 2

@@ -4,34 +4,20 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 
-from hessquant.checkpoint.gguf_tokenizer import read_tokenizer
-from hessquant.errors import PlanError, SourceError
-from hessquant.formats.dialect import settings_of
+from hessquant.errors import PlanError
 from hessquant.formats.gguf_blocks import block_type, packed_bytes, target_fault
 from hessquant.formats.gguf_models import Place, place_tensors
-from hessquant.formats.gguf_settings import Shape, has_rope_factors, model_settings, rope_factors, shape_of
+from hessquant.formats.gguf_settings import Shape, has_rope_factors, rope_factors, shape_of
 from hessquant.records import Plan
 
 ROPE_FACTORS = "rope_freqs.weight"
 _EMBEDDING = "token_embd.weight"
 _F32 = GGMLQuantizationType.F32
-
-# Matrices keep what they are stored in; everything of one dimension is float32, as llama.cpp wants it.
-_KINDS = {"F32": _F32, "F16": GGMLQuantizationType.F16, "BF16": GGMLQuantizationType.BF16}
-
-_FILE_TYPES = {
-    GGMLQuantizationType.F32: LlamaFileType.ALL_F32,
-    GGMLQuantizationType.F16: LlamaFileType.MOSTLY_F16,
-    GGMLQuantizationType.BF16: LlamaFileType.MOSTLY_BF16,
-    GGMLQuantizationType.Q4_0: LlamaFileType.MOSTLY_Q4_0,
-    GGMLQuantizationType.Q5_0: LlamaFileType.MOSTLY_Q5_0,
-    GGMLQuantizationType.Q8_0: LlamaFileType.MOSTLY_Q8_0,
-}
+_PLAIN = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
@@ -53,28 +39,6 @@ class Entry:
     bytes: int
 
 
-def gguf_fault(config: Mapping[str, Any], source_directory: Path, plan: Plan | None = None) -> str | None:
-    """Why a model cannot become a GGUF file, in one sentence; None if it can.
-
-    Cheap next to anything that reads weights, so that a model is refused before calibration.
-
-    Args:
-        config: Its `config.json`.
-        source_directory: Where its tokenizer lies.
-        plan: What is to be quantized; without it, tensors are not looked at.
-    """
-    try:
-        model_settings(config)
-        if has_rope_factors(config):
-            rope_factors(config)
-        read_tokenizer(source_directory, shape_of(config).vocabulary)
-        if plan is not None:
-            contents_of(config, plan)
-    except (PlanError, SourceError) as error:
-        return str(error)
-    return None
-
-
 def contents_of(config: Mapping[str, Any], plan: Plan) -> list[Entry]:
     """Every tensor of the file, in its order.
 
@@ -90,11 +54,11 @@ def contents_of(config: Mapping[str, Any], plan: Plan) -> list[Entry]:
     entries = {entry.source: entry for entry in (*_quantized(plan, places), *_untouched(plan, places))}
     for entry in entries.values():
         _check_rows(entry, shape)
-    found = [entries[name] for name in places]
+    contents = [entries[name] for name in places]
     if has_rope_factors(config):
         factors = rope_factors(config)
-        found.insert(0, Entry(None, Place(ROPE_FACTORS), _F32, tuple(factors.shape), 4 * factors.numel()))
-    return found
+        contents.insert(0, Entry(None, Place(ROPE_FACTORS), _F32, tuple(factors.shape), 4 * factors.numel()))
+    return contents
 
 
 def file_type(entries: list[Entry]) -> LlamaFileType:
@@ -104,7 +68,8 @@ def file_type(entries: list[Entry]) -> LlamaFileType:
         # The embedding and the head are left out, as they are in llama.cpp's own names of such mixtures.
         if len(entry.shape) > 1 and entry.place.name.startswith("blk."):
             values[entry.kind] += prod(entry.shape)
-    return _FILE_TYPES[values.most_common(1)[0][0]]
+    most, _ = values.most_common(1)[0]
+    return LlamaFileType.ALL_F32 if most == _F32 else LlamaFileType[f"MOSTLY_{most.name}"]
 
 
 def _quantized(plan: Plan, places: Mapping[str, Place]) -> Iterator[Entry]:
@@ -113,24 +78,22 @@ def _quantized(plan: Plan, places: Mapping[str, Place]) -> Iterator[Entry]:
             raise PlanError(f"{target.name}: llama.cpp takes the embedding in its place; exclude it")
         if target.transposed:
             raise PlanError(f"{target.name}: weights that are stored transposed have no GGUF form here; exclude it")
-        stated = settings_of(target)
-        fault = target_fault(target.rows, target.columns, stated)
+        shape = target.rows, target.columns
+        fault = target_fault(*shape, target.grid)
         if fault:
             raise PlanError(f"{target.name}: {fault}")
-        size = packed_bytes(target.rows, target.columns, stated)
-        kind = block_type(stated).kind
-        yield Entry(target.name, places[target.name], kind, (target.rows, target.columns), size)
+        size = packed_bytes(*shape, target.grid)
+        yield Entry(target.name, places[target.name], block_type(target.grid), shape, size)
 
 
 def _untouched(plan: Plan, places: Mapping[str, Place]) -> Iterator[Entry]:
+    """Matrices keep what they are stored in; everything of one dimension is float32, as llama.cpp wants it."""
     for tensor in plan.untouched:
         if tensor.name not in places:
             continue
-        kind = _KINDS.get(tensor.dtype)
-        if kind is None or len(tensor.shape) not in (1, 2):
+        if tensor.dtype not in _PLAIN or len(tensor.shape) not in (1, 2):
             raise PlanError(f"{tensor.name}: {tensor.dtype} {list(tensor.shape)} has no GGUF form here")
-        if len(tensor.shape) == 1:
-            kind = _F32
+        kind = _F32 if len(tensor.shape) == 1 else GGMLQuantizationType[tensor.dtype]
         size = prod(tensor.shape) * GGML_QUANT_SIZES[kind][1]
         yield Entry(tensor.name, places[tensor.name], kind, tensor.shape, size)
 

@@ -11,8 +11,8 @@ from gguf import SpecialVocab
 
 from hessquant.checkpoint.header import opened, read_json
 from hessquant.errors import PlanError, SourceError
-from hessquant.formats.gguf_vocabulary import Added, Vocabulary, read_pieces, read_vocabulary
-from hessquant.formats.sentencepiece import Pieces, read_model
+from hessquant.formats.gguf_vocabulary import Vocabulary, added_token, read_pieces, read_vocabulary
+from hessquant.formats.sentencepiece import Piece, read_model
 
 TOKENIZER_FILE, PIECES_FILE = "tokenizer.json", "tokenizer.model"
 _CONFIG_FILE, _ADDED_FILE = "tokenizer_config.json", "added_tokens.json"
@@ -75,20 +75,20 @@ def _read_vocabulary(directory: Path, size: int) -> Vocabulary:
     if file.is_file():
         tokenizer = read_json(file)
         joined = tokenizer["model"].get("byte_fallback") and pieces_file.is_file()
-        return read_vocabulary(tokenizer, size, _read_pieces(pieces_file).pieces if joined else None)
+        return read_vocabulary(tokenizer, size, _read_pieces(pieces_file)[0] if joined else None)
     if not pieces_file.is_file():
         raise SourceError(f"{directory} holds neither {TOKENIZER_FILE} nor {PIECES_FILE}, which a GGUF file needs")
-    found, said = _read_pieces(pieces_file), _read_optional(directory / _CONFIG_FILE)
-    added = [Added(int(number), str(text), False) for text, number in _read_optional(directory / _ADDED_FILE).items()]
-    added += [
-        Added(int(number), str(token["content"]), bool(token.get("special")))
-        for number, token in said.get("added_tokens_decoder", {}).items()
-    ]
+    pieces, space_prefix = _read_pieces(pieces_file)
+    said = _read_optional(directory / _CONFIG_FILE)
+    listed = _read_optional(directory / _ADDED_FILE)
+    added = {int(number): added_token(str(text), False) for text, number in listed.items()}
+    for number, token in said.get("added_tokens_decoder", {}).items():
+        added[int(number)] = added_token(str(token["content"]), bool(token.get("special")))
     prefix = said.get("add_prefix_space")
-    return read_pieces(found.pieces, added, size, found.space_prefix if prefix is None else bool(prefix))
+    return read_pieces(pieces, added, size, space_prefix if prefix is None else bool(prefix))
 
 
-def _read_pieces(path: Path) -> Pieces:
+def _read_pieces(path: Path) -> tuple[list[Piece], bool]:
     with opened(path) as stream:
         content = stream.read(_MOST_BYTES + 1)
     if len(content) > _MOST_BYTES:

@@ -2,9 +2,8 @@
 
 import io
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import gguf
 import numpy as np
@@ -13,16 +12,17 @@ from gguf.gguf_writer import WriterState
 from torch import Tensor
 
 from hessquant.checkpoint.gguf_contents import Entry, contents_of, file_type
+from hessquant.checkpoint.gguf_reader import verify_gguf
 from hessquant.checkpoint.gguf_tokenizer import Tokenizer, read_tokenizer
+from hessquant.checkpoint.header import raw_bytes
+from hessquant.checkpoint.output import GGUF_FILE, QuantizedModel, writing
 from hessquant.checkpoint.reader import TensorSource
-from hessquant.checkpoint.shards import raw_bytes
-from hessquant.checkpoint.writer import writing
 from hessquant.core.grid import Grid, QuantizedWeight
-from hessquant.errors import CheckpointError
-from hessquant.files import replacing
+from hessquant.errors import CheckpointError, PlanError, SourceError
+from hessquant.files import fsync_directory, replacing
 from hessquant.formats.gguf_blocks import BLOCK_TYPES, pack
 from hessquant.formats.gguf_models import family_of, row_order
-from hessquant.formats.gguf_settings import Value, model_settings, rope_factors, shape_of
+from hessquant.formats.gguf_settings import model_settings, rope_factors, shape_of
 from hessquant.records import Plan
 
 VERSION_KEY = "hessquant.version"
@@ -32,64 +32,69 @@ ALIGNMENT = int(gguf.GGUF_DEFAULT_ALIGNMENT)
 """Tensors begin at multiples of this."""
 
 
-def write_gguf(
-    path: Path,
-    source: TensorSource,
-    source_directory: Path,
-    plan: Plan,
-    quantized: Mapping[str, QuantizedWeight],
-    version: str,
-) -> int:
-    """Write the source with its targets replaced by quantized weights, as llama.cpp opens it.
+class GgufDraft:
+    """A `Draft` of one GGUF file for all, the tokenizer in it, as llama.cpp opens it.
 
-    Every weight of `quantized` is asked for once, when its turn has come. The file appears under its name when it is
-    whole and on disk.
-
-    Args:
-        path: The file.
-        source: The checkpoint that the untouched tensors and the config come from.
-        source_directory: Directory with the tokenizer's files.
-        plan: What was decided.
-        quantized: Weight per target name.
-        version: Version to sign the file with.
-
-    Returns:
-        Bytes of the file.
-
-    Raises:
-        PlanError: If the model has no GGUF form.
-        SourceError: If its files cannot be read.
-        CheckpointError: If a weight has no place in the format, or the disk is full or fails.
+    Attributes:
+        path: The file, which no reader takes for a model by this name; it is there when it is whole and on disk.
     """
-    entries = contents_of(source.config, plan)
-    header = _header(entries, source.config, source_directory, plan, version)
-    with writing(path), replacing(path) as stream:
-        stream.write(header + _padding(len(header)))
-        for entry in entries:
-            content = raw_bytes(_stored(entry, source, quantized))
-            size = content.numel()
-            if size != entry.bytes:
-                raise CheckpointError(f"{entry.source}: planned as {entry.bytes} bytes, but got {size}")
-            stream.write(content.numpy().data)
-            stream.write(_padding(size))
-    return path.stat().st_size
+
+    @staticmethod
+    def fault(source: TensorSource, plan: Plan) -> str | None:
+        """Why a model cannot become a GGUF file: its settings, its tokenizer or its tensors have no place there.
+
+        Cheap next to anything that reads weights, so that a model is refused before calibration.
+        """
+        try:
+            model_settings(source.config)
+            read_tokenizer(source.directory, shape_of(source.config).vocabulary)
+            contents_of(source.config, plan)
+        except (PlanError, SourceError) as error:
+            return str(error)
+        return None
+
+    def __init__(self, out: Path, model: QuantizedModel) -> None:
+        self.path, self._final, self._model = out / f".{GGUF_FILE}.unverified", out / GGUF_FILE, model
+        self._entries = contents_of(model.source.config, model.plan)
+        self._header = _header(self._entries, model)
+
+    def write(self) -> None:
+        """Write the header, then tensor by tensor."""
+        with writing(self.path), replacing(self.path) as stream:
+            stream.write(self._header + _padding(len(self._header)))
+            for entry in self._entries:
+                content = raw_bytes(_stored(entry, self._model))
+                size = content.numel()
+                if size != entry.bytes:
+                    raise CheckpointError(f"{entry.source}: planned as {entry.bytes} bytes, but got {size}")
+                stream.write(content.numpy().data)
+                stream.write(_padding(size))
+
+    def verify(self) -> int:
+        """Re-read it all."""
+        return verify_gguf(self.path, self._model)
+
+    def reveal(self) -> None:
+        """Give the file its name."""
+        self.path.replace(self._final)
+        fsync_directory(self._final.parent)
 
 
 def _padding(size: int) -> bytes:
     return bytes(-size % ALIGNMENT)
 
 
-def _stored(entry: Entry, source: TensorSource, quantized: Mapping[str, QuantizedWeight]) -> Tensor:
+def _stored(entry: Entry, model: QuantizedModel) -> Tensor:
     """What is stored of one tensor."""
     name, heads = entry.source, entry.place.heads
     if name is None:
-        return rope_factors(source.config)
+        return rope_factors(model.source.config)
     if entry.kind in BLOCK_TYPES:
         try:
-            return pack(_ordered(quantized[name], heads))
+            return pack(_ordered(model.weights[name], heads))
         except CheckpointError as error:
             raise CheckpointError(f"{name}: {error}") from error
-    tensor = source.read(name)
+    tensor = model.source.read(name)
     if heads:
         tensor = tensor[row_order(len(tensor), heads)]
     if len(entry.shape) == 1:
@@ -108,17 +113,20 @@ def _ordered(weight: QuantizedWeight, heads: int) -> QuantizedWeight:
     )
 
 
-def _header(entries: list[Entry], config: Mapping[str, Any], source_directory: Path, plan: Plan, version: str) -> bytes:
+def _header(entries: list[Entry], model: QuantizedModel) -> bytes:
     """Everything before the tensors, by the gguf package."""
+    config = model.source.config
     writer = gguf.GGUFWriter(None, family_of(config).name)
     writer.add_type(gguf.GGUFType.MODEL)
-    writer.add_name(_title(plan))
+    writer.add_name(_title(model.plan))
     writer.add_file_type(file_type(entries))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    writer.add_string(VERSION_KEY, version)
+    writer.add_string(VERSION_KEY, model.version)
     for key, value in model_settings(config).items():
-        _add(writer, key, value)
-    add_tokenizer(writer, read_tokenizer(source_directory, shape_of(config).vocabulary))
+        # By itself the package would make a count a signed number.
+        kind = gguf.GGUFValueType.UINT32 if type(value) is int else gguf.GGUFValueType.get_type(value)
+        writer.add_key_value(key, value, kind)
+    add_tokenizer(writer, read_tokenizer(model.source.directory, shape_of(config).vocabulary))
     for entry in entries:
         # The dtype is not looked at when the kind is given; it only says that the shape is not one of bytes.
         writer.add_tensor_info(entry.place.name, entry.shape, np.dtype(np.float32), entry.bytes, entry.kind)
@@ -135,18 +143,6 @@ def _title(plan: Plan) -> str:
     """The model's name without any folder it lies in."""
     last = re.split(r"[\\/]", plan.source.rstrip("\\/"))[-1]
     return last.removesuffix(".gguf") or plan.architecture
-
-
-def _add(writer: gguf.GGUFWriter, key: str, value: Value) -> None:
-    match value:
-        case bool():
-            writer.add_bool(key, value)
-        case int():
-            writer.add_uint32(key, value)
-        case float():
-            writer.add_float32(key, value)
-        case str():
-            writer.add_string(key, value)
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:

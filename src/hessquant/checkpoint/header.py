@@ -4,16 +4,18 @@ The library has the last word on whether a file is whole. It accepts a name twic
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
 from hessquant.errors import SourceError
+from hessquant.records import TensorInfo
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -47,18 +49,8 @@ READ_ERRORS = (SafetensorError, OSError, MemoryError, RuntimeError)
 """Of reading a file; torch tells by the last that there is no memory."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """What a header says of one tensor; `begin` and `end` are bytes of the file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
-def read_entries(path: Path) -> dict[str, Entry]:
-    """Every tensor of a safetensors file by name; their data fills the file without a hole.
+def read_entries(path: Path) -> dict[str, tuple[int, TensorInfo]]:
+    """Every tensor of a safetensors file by name, with the byte that its data begin at; they leave no hole in the file.
 
     Raises:
         SourceError: If it is not so, or a dtype is not known; names the tensor.
@@ -72,7 +64,7 @@ def read_entries(path: Path) -> dict[str, Entry]:
             header = _parsed(stream.read(length), _named_once)
         described = header.items() if isinstance(header, dict) else ()
         entries = {name: _entry(path, name, what, 8 + length) for name, what in described if name != "__metadata__"}
-        _check_places(entries, 8 + length, size)
+        _check_places(entries.values(), 8 + length, size)
     except FileNotFoundError as error:
         raise SourceError(f"{path.name} is missing") from error
     except (OSError, ValueError, RecursionError) as error:
@@ -80,7 +72,7 @@ def read_entries(path: Path) -> dict[str, Entry]:
     return entries
 
 
-def _entry(path: Path, name: str, described: Any, start: int) -> Entry:
+def _entry(path: Path, name: str, described: Any, start: int) -> tuple[int, TensorInfo]:
     match described:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]} if all(
             type(number) is int and 0 <= number < _TOO_LARGE for number in (*shape, begin, end)
@@ -90,18 +82,18 @@ def _entry(path: Path, name: str, described: Any, start: int) -> Entry:
             size = size_of(dtype, shape)
             if size != end - begin:
                 raise ValueError(f"tensor {name} has {end - begin} bytes, but needs {size} by its dtype and shape")
-            return Entry(dtype, tuple(shape), start + begin, start + end)
+            return start + begin, TensorInfo(name, tuple(shape), dtype, size, path.name)
     raise ValueError(f"what its header says of tensor {name} means nothing")
 
 
-def _check_places(entries: Mapping[str, Entry], start: int, size: int) -> None:
+def _check_places(entries: Iterable[tuple[int, TensorInfo]], start: int, size: int) -> None:
     due = start
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
-        if entry.begin != due:
-            raise ValueError(f"tensor {name} begins at byte {entry.begin}, but byte {due} is the next")
-        if entry.end > size:
-            raise ValueError(f"tensor {name} ends at byte {entry.end}, the file at {size}")
-        due = entry.end
+    for begin, info in sorted(entries, key=lambda entry: (entry[0], entry[1].bytes)):
+        if begin != due:
+            raise ValueError(f"tensor {info.name} begins at byte {begin}, but byte {due} is the next")
+        due += info.bytes
+        if due > size:
+            raise ValueError(f"tensor {info.name} ends at byte {due}, the file at {size}")
     if due != size:
         raise ValueError(f"its last {size - due} bytes belong to no tensor")
 
@@ -114,6 +106,11 @@ def size_of(dtype: str, shape: Iterable[int]) -> int:
     return size
 
 
+def raw_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, uint8 [count]."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
 def _parsed(content: bytes, make_object: Callable[[list[tuple[str, Any]]], Any] = dict) -> Any:
     """JSON that is text throughout; a surrogate on its own is JSON, but can be neither shown nor written."""
     value = json.loads(content.decode(), object_pairs_hook=make_object)
@@ -123,12 +120,11 @@ def _parsed(content: bytes, make_object: Callable[[list[tuple[str, Any]]], Any] 
 
 def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object without repeated keys; of two, some readers take the first and some the last."""
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"its header names {name} twice")
-        found[name] = value
-    return found
+    named = dict(pairs)
+    if len(named) < len(pairs):
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"its header names {name} twice")
+    return named
 
 
 def opened(path: Path) -> BufferedReader:

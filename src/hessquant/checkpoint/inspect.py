@@ -4,17 +4,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
+from gguf import ReaderTensor
 
 from hessquant.checkpoint.against_model import compare_with_model
 from hessquant.checkpoint.audit import CHECKED, CHUNK_BYTES
-from hessquant.checkpoint.decode import layout_in, parts_in, quantization_of
-from hessquant.checkpoint.header import read_json
-from hessquant.checkpoint.reader import CONFIG_FILE, ShardFiles, take_inventory
-from hessquant.errors import SourceError
-from hessquant.formats.dialect import Dialect, ModuleSettings, Settings
-from hessquant.formats.dialects import DIALECTS, dialect_of
+from hessquant.checkpoint.gguf_reader import decoded, form_of, open_gguf
+from hessquant.checkpoint.reader import CONFIG_FILE, CheckpointReader
+from hessquant.checkpoint.unpacked import in_no_file, packed_weight, parts_in, quantization_of, read_parts
+from hessquant.errors import CheckpointError, HessquantError, SourceError
+from hessquant.formats import DIALECTS, dialect_of
+from hessquant.formats.described import Settings
+from hessquant.formats.dialect import Dialect
+from hessquant.formats.gguf_blocks import BLOCK, BLOCK_TYPES
 from hessquant.models.source import ModelSource
-from hessquant.records import InspectedWeight, Inspection, TensorInfo
+from hessquant.records import GridSpec, TensorInfo
+from hessquant.results import InspectedWeight, Inspection
 
 
 def inspect_checkpoint(directory: Path, *, trust_remote_code: bool = False) -> Inspection:
@@ -27,61 +31,106 @@ def inspect_checkpoint(directory: Path, *, trust_remote_code: bool = False) -> I
     Raises:
         SourceError: If there is nothing to open, or it is quantized by a method that is not known.
     """
-    inventory = take_inventory(directory)
-    described = quantization_of(read_json(directory / CONFIG_FILE))
-    tensors = inventory.tensors
-    dialect = dialect_of(described) if described is not None else _unstated_dialect(tensors)
-    settings = dialect.read_settings(described) if described is not None else None
-    modules = dialect.modules(tensors)
-    faults = [*inventory.faults, *_inventory_faults(tensors, modules, dialect, settings)]
-    parts = {name for module in modules for name in dialect.part_names(module).values()}
-    weights: list[InspectedWeight] = []
-    untouched = tuple(info for name, info in tensors.items() if name not in parts)
-    files = ShardFiles(directory)
-    try:
-        for module in modules:
-            stated = settings.module(module) if settings is not None else None
-            if settings is None or stated is None:
-                continue
-            weight, found = _inspect_weight(module, tensors, stated, dialect, settings.variant, files)
-            weights.extend([weight] if weight is not None else [])
-            faults.extend(f"{module}: {fault}" for fault in found)
-        faults.extend(_non_finite(untouched, files))
-    finally:
-        files.close()
+    with CheckpointReader(directory, faulty=True) as reader:
+        described, tensors = quantization_of(reader.config), reader.tensors
+        dialect = dialect_of(described) if described is not None else _unstated_dialect(tensors)
+        settings = dialect.read_settings(described) if described is not None else None
+        modules = dialect.modules(tensors)
+        faults = [*reader.faults, *_inventory_faults(tensors, modules, dialect, settings)]
+        weights: list[InspectedWeight] = []
+        if settings is not None:
+            weights, packing_faults = _inspect_weights(reader, modules, dialect, settings)
+            faults.extend(packing_faults)
+        parts = {name for module in modules for name in dialect.part_names(module).values()}
+        untouched = tuple(info for name, info in tensors.items() if name not in parts)
+        faults.extend(_non_finite(untouched, reader))
     # What is packed wrongly has been said; what else is wrong with the model can only be told of a whole inventory.
-    unchecked = "its tensors do not fit together" if faults else ""
+    unchecked, name = "its tensors do not fit together" if faults else "", directory.resolve().name
     if not faults:
-        whole = {info.name: info for info in (*untouched, *map(_as_plain, weights))}
-        source = ModelSource(directory.resolve().name, directory)
-        compared = compare_with_model(source, whole, settings, trust_remote_code=trust_remote_code)
-        faults, unchecked = [*compared.faults], compared.unchecked
-    count = sum(weight.rows * weight.columns for weight in weights)
+        stand_ins = (in_no_file(weight.name, (weight.rows, weight.columns)) for weight in weights)
+        whole = {info.name: info for info in (*untouched, *stand_ins)}
+        try:
+            faults = compare_with_model(ModelSource(name, directory, trust_remote_code), whole, settings)
+        except HessquantError as error:
+            unchecked = str(error)
     return Inspection(
-        directory=directory.resolve().name,
+        directory=name,
         format=settings.variant if settings is not None else "none",
         weights=tuple(weights),
         untouched=untouched,
-        bits_per_weight=8 * sum(weight.bytes for weight in weights) / count if count else 0.0,
+        bits_per_weight=_mean_bits(weights),
         total_bytes=sum(info.bytes for info in tensors.values()),
         faults=tuple(faults),
         unchecked=unchecked,
     )
 
 
-def _as_plain(weight: InspectedWeight) -> TensorInfo:
-    """A quantized weight as the tensor that it stands for, which is in no file."""
-    return TensorInfo(weight.name, (weight.rows, weight.columns), "F16", 2 * weight.rows * weight.columns, "")
+def inspect_gguf(file: Path) -> Inspection:
+    """Take stock of a GGUF file; what is wrong in it is reported, not raised.
+
+    Raises:
+        SourceError: If it is not a whole GGUF file.
+    """
+    tensors, weights, untouched, faults = open_gguf(file).tensors, [], [], []
+    for tensor in tensors:
+        (kind, shape), size = form_of(tensor), int(tensor.n_bytes)
+        if kind not in BLOCK_TYPES or len(shape) != 2:
+            untouched.append(TensorInfo(tensor.name, shape, kind.name, size, file.name))
+            continue
+        weights.append(InspectedWeight(tensor.name, *shape, GridSpec(BLOCK_TYPES[kind], BLOCK), size))
+        faults.extend(_block_faults(tensor))
+    return Inspection(
+        directory=file.name,
+        format="gguf" if weights else "none",
+        weights=tuple(weights),
+        untouched=tuple(untouched),
+        bits_per_weight=_mean_bits(weights),
+        total_bytes=sum(int(tensor.n_bytes) for tensor in tensors),
+        faults=tuple(faults),
+    )
 
 
-def _non_finite(untouched: Iterable[TensorInfo], files: ShardFiles) -> Iterator[str]:
+def _block_faults(tensor: ReaderTensor) -> list[str]:
+    try:
+        values = decoded(tensor)
+    except CheckpointError as error:
+        return [f"{tensor.name}: {error}"]
+    bad = int((~torch.isfinite(values)).sum())
+    return [f"{tensor.name} has {bad} values that are not finite"] if bad else []
+
+
+def _mean_bits(weights: list[InspectedWeight]) -> float:
+    count = sum(weight.rows * weight.columns for weight in weights)
+    return 8 * sum(weight.bytes for weight in weights) / count if count else 0.0
+
+
+def _inspect_weights(
+    reader: CheckpointReader, modules: Iterable[str], dialect: Dialect, settings: Settings
+) -> tuple[list[InspectedWeight], list[str]]:
+    """The packed weights whose parts fit together, and what is wrong with any."""
+    weights, faults = [], []
+    for module in modules:
+        stated, parts = settings.module(module), parts_in(reader.tensors, module, dialect)
+        if stated is None:
+            continue
+        try:
+            packed = packed_weight(parts, module, stated, dialect)
+        except CheckpointError as error:
+            faults.append(str(error))
+            continue
+        size = sum(info.bytes for info in parts.values())
+        weights.append(InspectedWeight(f"{module}.weight", packed.rows, packed.columns, stated, size))
+        values = read_parts(reader, module, dialect)
+        faults.extend(f"{module}: {fault}" for fault in dialect.value_faults(values, stated, settings.variant))
+    return weights, faults
+
+
+def _non_finite(untouched: Iterable[TensorInfo], reader: CheckpointReader) -> Iterator[str]:
     for info in untouched:
         if info.dtype not in CHECKED:
             continue
-        bad = 0
         try:
-            for piece in files.chunks(info, CHUNK_BYTES):
-                bad += int((~torch.isfinite(piece)).sum())
+            bad = sum(int((~torch.isfinite(piece)).sum()) for piece in reader.chunks(info.name, CHUNK_BYTES))
         except SourceError as error:
             yield str(error)
             continue
@@ -89,38 +138,9 @@ def _non_finite(untouched: Iterable[TensorInfo], files: ShardFiles) -> Iterator[
             yield f"{info.name} has {bad} values that are NaN or Inf"
 
 
-def _inspect_weight(
-    module: str,
-    tensors: Mapping[str, TensorInfo],
-    stated: ModuleSettings,
-    dialect: Dialect,
-    variant: str,
-    files: ShardFiles,
-) -> tuple[InspectedWeight | None, list[str]]:
-    """One packed weight and its faults; no weight where its parts do not fit together."""
-    parts = parts_in(tensors, module, dialect)
-    layout = layout_in(parts)
-    fault = dialect.layout_fault(layout, stated)
-    if fault:
-        return None, [fault]
-    rows, columns = dialect.weight_shape(layout, stated)
-    weight = InspectedWeight(
-        name=f"{module}.weight",
-        rows=rows,
-        columns=columns,
-        bits=stated.bits,
-        group_size=stated.group_size,
-        symmetric=stated.symmetric,
-        bytes=sum(info.bytes for info in parts.values()),
-    )
-    values = {part: files.read(info) for part, info in parts.items()}
-    return weight, list(dialect.value_faults(values, stated, variant))
-
-
 def _unstated_dialect(tensors: Mapping[str, TensorInfo]) -> Dialect:
     """The dialect whose packed weights are there, where no config says which."""
-    found = (dialect for dialect in DIALECTS.values() if dialect.modules(tensors))
-    return next(found, DIALECTS["gptq"])
+    return next((dialect for dialect in DIALECTS.values() if dialect.modules(tensors)), DIALECTS["gptq"])
 
 
 def _inventory_faults(

@@ -1,19 +1,112 @@
-"""The output directory before anything is written to it: refused, held, marked."""
+"""The output directory: refused, held and marked before anything is written to it, completed when all is verified."""
 
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any, Protocol
 
+from hessquant.checkpoint.reader import CONFIG_FILE, TensorSource
+from hessquant.checkpoint.sidecars import portable
+from hessquant.config import Config
+from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError, OutputError
-from hessquant.files import HeldFile
+from hessquant.files import HeldFile, replacing
+from hessquant.records import Plan
+
+GGUF_FILE = "model.gguf"
+"""The one file of a model in the gguf format."""
 
 RUN_MARK = ".hessquant-run"
 """Names the run that is writing a directory; gone when the checkpoint is complete."""
 
 LOCK_FILE = ".hessquant-lock"
 """Held by the process that works on a directory; gone when it is done."""
+
+
+@dataclass(frozen=True)
+class QuantizedModel:
+    """What is written: a source with its targets replaced by quantized weights.
+
+    Attributes:
+        source: The checkpoint that the untouched tensors, the config and the files beside them come from.
+        plan: What was decided.
+        weights: Quantized weight per target name. Each is asked for when its turn has come, so a mapping that loads
+            from disk keeps memory at one weight.
+        output: Says the format and the size of its files.
+        solved_with: Settings that the weights were solved with; None = not known.
+        reports: Names of files that are written anew beside it, not copied from the source.
+        version: Version to sign it with.
+    """
+
+    source: TensorSource
+    plan: Plan
+    weights: Mapping[str, QuantizedWeight]
+    output: Config
+    solved_with: Config | None
+    reports: Collection[str]
+    version: str
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What its `config.json` says of the model: the source's, untied where the head gets a weight of its own.
+
+        Where the source lay when it was saved is left out.
+        """
+        config = portable(self.source.config)
+        return _untied(config) if self.plan.unties_head else config
+
+    @cached_property
+    def not_written(self) -> set[str]:
+        """Tensors of the source that targets take the place of: stacks taken apart, other names of a target."""
+        return {target.part_of for target in self.plan.targets} - {""} | set(self.plan.aliases)
+
+
+def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
+    inner = {name: _untied(value) for name, value in config.items() if name == "text_config"}
+    # Stated even where it was not: some classes tie by default.
+    return {**config, **inner, "tie_word_embeddings": False}
+
+
+class Draft(Protocol):
+    """A model on its way to a directory, in one format. Until it is revealed, no reader takes it for a checkpoint."""
+
+    def __init__(self, out: Path, model: QuantizedModel) -> None:
+        """Decide what is written where.
+
+        Raises:
+            PlanError: If the model has no form in the format.
+            SourceError: If its files cannot be read.
+            CheckpointError: If a weight has no place in the format.
+        """
+
+    @staticmethod
+    def fault(source: TensorSource, plan: Plan) -> str | None:
+        """Why a model has no form in the format, in one sentence, where that depends on more than its weights."""
+
+    def write(self) -> None:
+        """Write all but what makes it look complete.
+
+        Raises:
+            CheckpointError: If a weight has no place in the format, or the disk is full or fails.
+        """
+
+    def verify(self) -> int:
+        """Check that what is written decodes to exactly what was solved, and that it holds nothing else.
+
+        Returns:
+            Quantized weights that were re-read and found equal.
+
+        Raises:
+            VerificationError: If anything differs; the message names the tensor.
+        """
+
+    def reveal(self) -> None:
+        """Give it the last file, or the name, by which readers find it."""
 
 
 @contextmanager
@@ -26,10 +119,8 @@ def holding(out: Path) -> Iterator[None]:
         OutputError: If another process works on it.
         CheckpointError: If it cannot be made or written to.
     """
-    try:
+    with writing(out):
         lock = HeldFile.take(out / LOCK_FILE)
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or out}: writing failed: {error.strerror or error}") from error
     if lock is None:
         raise OutputError(f"{out} is being written by another process; wait for it, or choose another output")
     failed = True
@@ -51,7 +142,7 @@ def refuse_output(out: Path, run: str | None, needed_bytes: int) -> None:
     Raises:
         OutputError: If it holds anything else, is no directory, cannot be written to, or has too little room.
     """
-    nearest = nearest_existing(out)
+    nearest = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     if not nearest.is_dir():
         raise OutputError(f"{nearest} is a file, so {out} cannot be a directory; choose another output")
     if not os.access(nearest, os.W_OK | os.X_OK):
@@ -70,13 +161,62 @@ def refuse_output(out: Path, run: str | None, needed_bytes: int) -> None:
         raise OutputError(f"{needed_bytes} bytes will be written to {out}, but {free} are free; make room there")
 
 
-def nearest_existing(path: Path) -> Path:
-    """The path itself, or the first of its parents that exists."""
-    return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-
-
 def _mark(out: Path) -> str | None:
     try:
         return (out / RUN_MARK).read_text(encoding="utf-8")
     except (OSError, ValueError):
         return None
+
+
+def begin(out: Path, run: str) -> None:
+    """Make a directory this run's; it does not pass for a checkpoint from now on.
+
+    Raises:
+        CheckpointError: If the disk is full or fails.
+    """
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        write_text(out / RUN_MARK, run)
+        withdraw(out)
+
+
+@contextmanager
+def completing(out: Path) -> Iterator[None]:
+    """Inside, what makes a directory pass for a checkpoint appears; where anything fails, it goes again.
+
+    Raises:
+        CheckpointError: If the disk is full or fails.
+    """
+    with writing(out):
+        try:
+            yield
+            (out / RUN_MARK).unlink()
+        except OSError:
+            withdraw(out)
+            raise
+
+
+def withdraw(out: Path) -> None:
+    """Take away what makes a written directory pass for a sound checkpoint."""
+    for name in (CONFIG_FILE, GGUF_FILE):
+        (out / name).unlink(missing_ok=True)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Tell an operating system's error as one of ours."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or path}: writing failed: {error.strerror or error}") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file; one that is there is whole."""
+    with replacing(path) as stream:
+        stream.write(text.encode())
+
+
+def json_text(value: Mapping[str, Any]) -> str:
+    """A value as the text of a JSON file."""
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"

@@ -4,26 +4,19 @@ Only safetensors is read. Pickle files can run code and are refused by name.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from threading import Lock
-from types import MappingProxyType, TracebackType
-from typing import Any, Protocol, Self
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from hessquant.checkpoint.header import (
-    DTYPES,
-    READ_ERRORS,
-    not_whole,
-    opened,
-    read_entries,
-    read_json,
-    size_of,
-)
+from hessquant.checkpoint.header import DTYPES, READ_ERRORS, not_whole, opened, read_entries, read_json, size_of
 from hessquant.errors import SourceError
 from hessquant.records import TensorInfo
 
@@ -33,7 +26,11 @@ CONFIG_FILE = "config.json"
 
 
 class TensorSource(Protocol):
-    """What a checkpoint is written from: tensors that are known by name and read one by one, and a config."""
+    """What a checkpoint is written from: tensors that are known by name and read one by one, a config, other files."""
+
+    @property
+    def directory(self) -> Path:
+        """Where the files beside its weights lie."""
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -60,56 +57,78 @@ class Inventory:
     faults: tuple[str, ...]
 
 
-class ShardFiles:
-    """Open safetensors files of one directory; a tensor is read when it is asked for."""
+class CheckpointReader(AbstractContextManager["CheckpointReader"]):
+    """A safetensors checkpoint, open for reading; a tensor is read when it is asked for.
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    Attributes:
+        directory: Where it lies.
+        tensors: Every tensor by name.
+        config: Its `config.json`, or what was given in its place.
+        faults: One sentence per contradiction between index, files and headers; none unless `faulty`.
+
+    Args:
+        directory: Where it lies.
+        config: Read it by this config, whether it has a `config.json` or not.
+        faulty: Open it with whatever faults there are.
+
+    Raises:
+        SourceError: If a file is missing, incomplete or contradicts the others.
+    """
+
+    def __init__(self, directory: Path, config: Mapping[str, Any] | None = None, *, faulty: bool = False) -> None:
+        inventory = take_inventory(directory)
+        self.directory, self.tensors, self.faults = directory, inventory.tensors, inventory.faults
+        if self.faults and not faulty:
+            more = f" (and {len(self.faults) - 1} more faults)" if len(self.faults) > 1 else ""
+            raise SourceError(f"{directory}: {self.faults[0]}{more}")
+        self.config: Mapping[str, Any] = read_json(directory / CONFIG_FILE) if config is None else dict(config)
         self._handles: dict[str, Any] = {}
         # Tensors of a block are read by several threads.
         self._lock = Lock()
         self._closed = False
 
-    def read(self, info: TensorInfo) -> Tensor:
+    def read(self, name: str) -> Tensor:
         """Read one tensor, as stored.
 
         Raises:
-            SourceError: If the file cannot be read.
+            SourceError: If there is no such tensor, or its file cannot be read.
         """
-        try:
-            tensor: Tensor = self._handle(info.file).get_tensor(info.name)
-        except READ_ERRORS as error:
-            raise _unreadable(info, error) from error
+        info = self.tensors.get(name)
+        if info is None:
+            raise SourceError(f"{self.directory}: there is no tensor {name}")
+        with _naming(info):
+            tensor: Tensor = self._handle(info.file).get_tensor(name)
         return tensor
 
-    def chunks(self, info: TensorInfo, most_bytes: int) -> Iterator[Tensor]:
+    def chunks(self, name: str, most_bytes: int) -> Iterator[Tensor]:
         """Read one tensor in pieces along its first dimension, each of `most_bytes` or of one row.
 
         Raises:
-            SourceError: If the file cannot be read.
+            SourceError: If its file cannot be read.
         """
+        info = self.tensors[name]
         if not info.shape or info.bytes <= most_bytes:
-            yield self.read(info)
+            yield self.read(name)
             return
         count = info.shape[0]
         rows = max(1, most_bytes * count // info.bytes)
-        path = self._directory / info.file
-        try:
-            # Not by the library: to give a slice, it reads the tensor whole, and it ends the process if there is no
-            # memory for that.
-            with opened(path) as stream:
-                stream.seek(_place(path, info))
-                for start in range(0, count, rows):
-                    yield _read_next(stream, info.dtype, (min(rows, count - start), *info.shape[1:]))
-        except READ_ERRORS as error:
-            raise _unreadable(info, error) from error
+        path = self.directory / info.file
+        # Not by the library: to give a slice, it reads the tensor whole, and it ends the process if there is no memory
+        # for that.
+        with _naming(info), opened(path) as stream:
+            begin, now = read_entries(path).get(name, (0, None))
+            if now != info:
+                raise OSError("the file has changed since its header was read")
+            stream.seek(begin)
+            for start in range(0, count, rows):
+                yield _read_next(stream, info.dtype, (min(rows, count - start), *info.shape[1:]))
 
     def _handle(self, file: str) -> Any:
         with self._lock:
             if self._closed:
-                raise SourceError(f"{self._directory / file} has been closed")
+                raise SourceError(f"{self.directory / file} has been closed")
             if file not in self._handles:
-                self._handles[file] = _open(self._directory / file)
+                self._handles[file] = _open(self.directory / file)
             return self._handles[file]
 
     def close(self) -> None:
@@ -122,72 +141,18 @@ class ShardFiles:
             self._closed = True
             self._handles.clear()
 
-
-class CheckpointReader:
-    """A sound safetensors checkpoint, open for reading.
-
-    Attributes:
-        directory: Where it lies.
-        tensors: Every tensor by name.
-        config: Its `config.json`, or what was given in its place.
-
-    Args:
-        directory: Where it lies.
-        config: Read it by this config, whether it has a `config.json` or not.
-
-    Raises:
-        SourceError: If a file is missing, incomplete or contradicts the others.
-    """
-
-    def __init__(self, directory: Path, config: Mapping[str, Any] | None = None) -> None:
-        inventory = take_inventory(directory)
-        if inventory.faults:
-            more = f" (and {len(inventory.faults) - 1} more faults)" if len(inventory.faults) > 1 else ""
-            raise SourceError(f"{directory}: {inventory.faults[0]}{more}")
-        self.directory = directory
-        self.tensors: Mapping[str, TensorInfo] = inventory.tensors
-        self.config: Mapping[str, Any] = read_json(directory / CONFIG_FILE) if config is None else dict(config)
-        self._files = ShardFiles(directory)
-
-    def read(self, name: str) -> Tensor:
-        """Read one tensor, as stored.
-
-        Raises:
-            SourceError: If there is no such tensor, or its file cannot be read.
-        """
-        info = self.tensors.get(name)
-        if info is None:
-            raise SourceError(f"{self.directory}: there is no tensor {name}")
-        return self._files.read(info)
-
-    def chunks(self, name: str, most_bytes: int) -> Iterator[Tensor]:
-        """Read one tensor in pieces, as `ShardFiles.chunks`."""
-        return self._files.chunks(self.tensors[name], most_bytes)
-
-    def close(self) -> None:
-        """Close every file; tensors already read stay valid."""
-        self._files.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def _unreadable(info: TensorInfo, error: Exception) -> SourceError:
-    why = str(error) or type(error).__name__  # a MemoryError says nothing more
-    return SourceError(f"{info.file}: tensor {info.name} cannot be read: {why}")
-
-
-def _place(path: Path, info: TensorInfo) -> int:
-    """Where a tensor's data begin in its file."""
-    entry = read_entries(path).get(info.name)
-    if entry is None or (entry.dtype, entry.shape) != (info.dtype, info.shape):
-        raise OSError("the file has changed since its header was read")
-    return entry.begin
+@contextmanager
+def _naming(info: TensorInfo) -> Iterator[None]:
+    """Tell an error of reading a tensor as one of ours."""
+    try:
+        yield
+    except READ_ERRORS as error:
+        why = str(error) or type(error).__name__  # a MemoryError says nothing more
+        raise SourceError(f"{info.file}: tensor {info.name} cannot be read: {why}") from error
 
 
 def _read_next(stream: BufferedReader, dtype: str, shape: tuple[int, ...]) -> Tensor:
@@ -216,20 +181,20 @@ def take_inventory(directory: Path) -> Inventory:
     faults: list[str] = []
     for file in promised:
         try:
-            found = _read_header(directory / file)
+            held = _read_header(directory / file)
         except SourceError as error:
             faults.append(str(error))
             continue
-        for info in found:
-            if info.name in tensors:
-                faults.append(f"tensor {info.name} is in both {tensors[info.name].file} and {file}")
+        for name, info in held.items():
+            if name in tensors:
+                faults.append(f"tensor {name} is in both {tensors[name].file} and {file}")
                 continue
-            tensors[info.name] = info
-            if weight_map is not None and info.name not in weight_map:
-                faults.append(f"tensor {info.name} is in {file} but not in {INDEX_FILE}")
+            tensors[name] = info
+            if weight_map is not None and name not in weight_map:
+                faults.append(f"tensor {name} is in {file} but not in {INDEX_FILE}")
         faults.extend(
             f"{INDEX_FILE} says that {file} holds tensor {name}, but it does not"
-            for name in sorted(promised[file] - {info.name for info in found})
+            for name in sorted(promised[file] - held.keys())
         )
     return Inventory(MappingProxyType(tensors), tuple(faults))
 
@@ -265,15 +230,11 @@ def _nothing_to_read(directory: Path) -> str:
     return f"{directory} holds neither {INDEX_FILE} nor {SINGLE_FILE}"
 
 
-def _read_header(path: Path) -> list[TensorInfo]:
+def _read_header(path: Path) -> dict[str, TensorInfo]:
     """The tensors of a file; the library has the last word on whether it is whole, ours names the tensor."""
     entries = read_entries(path)
     with _open(path):
-        pass
-    return [
-        TensorInfo(name, entry.shape, entry.dtype, entry.end - entry.begin, path.name)
-        for name, entry in sorted(entries.items())
-    ]
+        return {name: info for name, (_, info) in sorted(entries.items())}
 
 
 def _open(path: Path) -> Any:

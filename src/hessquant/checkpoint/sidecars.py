@@ -93,13 +93,10 @@ def _portable(value: Any) -> Any:
 
 
 def _is_place(name: str, value: Any) -> bool:
-    if name in _LOCAL:
-        return True
-    return isinstance(value, str) and _PATHS.fullmatch(name) is not None and _is_absolute(value)
-
-
-def _is_absolute(path: str) -> bool:
-    return PurePosixPath(path).is_absolute() or PureWindowsPath(path).is_absolute() or path.startswith("~")
+    if not isinstance(value, str) or not _PATHS.fullmatch(name):
+        return name in _LOCAL
+    is_absolute = PurePosixPath(value).is_absolute() or PureWindowsPath(value).is_absolute() or value.startswith("~")
+    return name in _LOCAL or is_absolute
 
 
 def _without_places(path: Path) -> bytes | None:
@@ -118,14 +115,14 @@ def _without_places(path: Path) -> bytes | None:
 
 def _sidecars(source: Path, out: Path) -> Iterator[Path]:
     # The output may lie inside the source, and its run directory beside it.
-    made = {out, out.with_name(f"{out.name}.run")}
+    outputs = {out, out.with_name(f"{out.name}.run")}
     for folder, folders, files in os.walk(source):
         here = Path(folder)
         # Pruned in place: hidden folders, other forms of the model, and what is being made.
         folders[:] = sorted(
             name
             for name in folders
-            if not name.startswith(".") and not _OTHER_FORMS.fullmatch(name) and (here / name).resolve() not in made
+            if not name.startswith(".") and not _OTHER_FORMS.fullmatch(name) and (here / name).resolve() not in outputs
         )
         for file in sorted(files):
             path = here / file

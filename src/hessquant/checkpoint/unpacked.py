@@ -1,30 +1,47 @@
-"""A quantized checkpoint, seen as the 16-bit one that it stands for: what another dialect is written from."""
+"""A quantized checkpoint, seen as the 16-bit one that it stands for: evaluated, or written in another dialect."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-from hessquant.checkpoint.decode import layout_in, parts_in, quantization_of, read_parts, stated_of
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError, SourceError
-from hessquant.formats.dialect import Dialect, PackedWeight, Settings, module_of
-from hessquant.formats.dialects import dialect_of
-from hessquant.records import TensorInfo
+from hessquant.formats import DIALECTS, dialect_of
+from hessquant.formats.dialect import Dialect, PackedWeight
+from hessquant.formats.names import module_of
+from hessquant.records import GridSpec, TensorInfo
 
-_STANDS_FOR = "F16"
+_Read = TypeVar("_Read")
 
 
-class UnpackedCheckpoint:
+def quantization_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The `quantization_config` of a model's config; None if it has none.
+
+    Raises:
+        SourceError: If it is not an object.
+    """
+    described = config.get("quantization_config")
+    if described is not None and not isinstance(described, dict):
+        raise SourceError(f"quantization_config is a {type(described).__name__}, not an object")
+    return described
+
+
+class UnpackedCheckpoint(Mapping[str, QuantizedWeight]):
     """The tensors of a quantized checkpoint, with `X.weight` in place of the parts of X.
+
+    As a mapping, it is the quantized weights by name, each read when it is asked for: CheckpointError if its parts are
+    malformed, or on no grid of ours; SourceError if they cannot be read.
 
     Attributes:
         directory: Where the checkpoint lies.
         tensors: Every tensor by name; quantized weights as if they were 16-bit, [rows, columns].
         config: Its `config.json`, without `quantization_config`.
-        packed: The quantized weights by name.
-        variant: The variant of the dialect that they are in.
+        packed: The quantized weights by name, as the headers describe them.
+        settings: What its `quantization_config` says.
 
     Args:
         reader: The checkpoint.
@@ -41,34 +58,32 @@ class UnpackedCheckpoint:
         self.directory = reader.directory
         self.config: Mapping[str, Any] = {k: v for k, v in reader.config.items() if k != "quantization_config"}
         self._reader, self._dialect = reader, dialect_of(described)
-        self._settings = self._dialect.read_settings(described)
-        self.variant = self._settings.variant
+        self.settings = self._dialect.read_settings(described)
         modules = self._dialect.modules(reader.tensors)
         if not modules:
             raise SourceError(f"{reader.directory}: nothing in it is packed, though config.json says so")
         self.packed = {f"{module}.weight": self._weight(module) for module in modules}
-        parts = {name: module for module in modules for name in self._dialect.part_names(module).values()}
-        self.tensors: Mapping[str, TensorInfo] = dict(self._tensors(parts))
+        self.tensors: Mapping[str, TensorInfo] = self._in_place_of_parts(modules)
 
     def _weight(self, module: str) -> PackedWeight:
-        stated = stated_of(module, self._settings)
-        layout = layout_in(parts_in(self._reader.tensors, module, self._dialect))
-        fault = self._dialect.layout_fault(layout, stated)
-        if fault:
-            raise CheckpointError(f"{module}: {fault}")
-        return PackedWeight(*self._dialect.weight_shape(layout, stated), stated)
+        stated = self.settings.module(module)
+        if stated is None:
+            raise SourceError(f"{module} is packed, but quantization_config says that it is left in 16 bit")
+        return packed_weight(parts_in(self._reader.tensors, module, self._dialect), module, stated, self._dialect)
 
-    def _tensors(self, parts: Mapping[str, str]) -> Iterator[tuple[str, TensorInfo]]:
+    def _in_place_of_parts(self, modules: Collection[str]) -> dict[str, TensorInfo]:
         """Every tensor where it lies; a weight where the first of its parts does."""
-        seen = set()
+        names = {module: self._dialect.part_names(module).values() for module in modules}
+        weight_of = {part: f"{module}.weight" for module, parts in names.items() for part in parts}
+        tensors: dict[str, TensorInfo] = {}
         for name, info in self._reader.tensors.items():
-            if name not in parts:
-                yield name, info
-            elif parts[name] not in seen:
-                seen.add(parts[name])
-                weight = f"{parts[name]}.weight"
-                rows, columns = self.packed[weight].rows, self.packed[weight].columns
-                yield weight, TensorInfo(weight, (rows, columns), _STANDS_FOR, 2 * rows * columns, info.file)
+            weight = weight_of.get(name)
+            if weight is None:
+                tensors[name] = info
+            elif weight not in tensors:
+                shape = self.packed[weight].rows, self.packed[weight].columns
+                tensors[weight] = replace(in_no_file(weight, shape), file=info.file)
+        return tensors
 
     def read(self, name: str) -> Tensor:
         """Read one tensor that is not quantized, as stored.
@@ -78,33 +93,85 @@ class UnpackedCheckpoint:
         """
         return self._reader.read(name)
 
-    @property
-    def weights(self) -> Mapping[str, QuantizedWeight]:
-        """The quantized weights by name, each read when it is asked for."""
-        return _Weights(self._reader, self._dialect, self._settings, self.packed)
-
-
-class _Weights(Mapping[str, QuantizedWeight]):
-    def __init__(
-        self, reader: CheckpointReader, dialect: Dialect, settings: Settings, packed: Mapping[str, PackedWeight]
-    ) -> None:
-        self._reader, self._dialect, self._settings, self._packed = reader, dialect, settings, packed
-
-    def __getitem__(self, name: str) -> QuantizedWeight:
-        """One weight.
+    def decode(self, name: str) -> Tensor:
+        """One quantized weight as float32 [outputs, inputs], whether it is on a grid of ours or not.
 
         Raises:
-            CheckpointError: If its parts are malformed, or on no grid of ours.
+            CheckpointError: If its parts are malformed.
             SourceError: If they cannot be read.
         """
-        parts = read_parts(self._reader, module_of(name), self._dialect)
-        try:
-            return self._dialect.unpack(parts, self._packed[name].settings, self._settings.variant)
-        except CheckpointError as error:
-            raise CheckpointError(f"{name}: {error}") from error
+        return self._read_by(self._dialect.dequantize, name)
+
+    def __getitem__(self, name: str) -> QuantizedWeight:
+        return self._read_by(self._dialect.unpack, name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._packed)
+        return iter(self.packed)
 
     def __len__(self) -> int:
-        return len(self._packed)
+        return len(self.packed)
+
+    def _read_by(self, read: Callable[[Mapping[str, Tensor], GridSpec, str], _Read], name: str) -> _Read:
+        module, grid = module_of(name), self.packed[name].grid
+        try:
+            return read(read_parts(self._reader, module, self._dialect), grid, self.settings.variant)
+        except CheckpointError as error:
+            raise CheckpointError(f"{module}: {error}") from error
+
+
+def decoded_state(reader: CheckpointReader, *, transposed: Collection[str] = ()) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint, quantized weights decoded to float32 under `X.weight`.
+
+    Args:
+        reader: The checkpoint.
+        transposed: Weights that the model stores [inputs, outputs]; others come as [outputs, inputs].
+
+    Returns:
+        Tensor by name; untouched ones as stored.
+
+    Raises:
+        SourceError: If the checkpoint's quantization is of another method, or its config and tensors disagree.
+        CheckpointError: If a quantized weight is malformed.
+    """
+    if quantization_of(reader.config) is None:
+        packed = [module for dialect in DIALECTS.values() for module in dialect.modules(reader.tensors)]
+        if packed:
+            raise SourceError(f"{packed[0]} is packed, but config.json has no quantization_config to read it by")
+        return {name: reader.read(name) for name in reader.tensors}
+    checkpoint = UnpackedCheckpoint(reader)
+
+    def plain(name: str) -> Tensor:
+        if name not in checkpoint.packed:
+            return checkpoint.read(name)
+        decoded = checkpoint.decode(name)
+        return decoded.T.contiguous() if name in transposed else decoded
+
+    return {name: plain(name) for name in checkpoint.tensors}
+
+
+def read_parts(reader: CheckpointReader, module: str, dialect: Dialect) -> dict[str, Tensor]:
+    """The parts of one packed weight that are there, by their short names."""
+    return {part: reader.read(info.name) for part, info in parts_in(reader.tensors, module, dialect).items()}
+
+
+def parts_in(tensors: Mapping[str, TensorInfo], module: str, dialect: Dialect) -> dict[str, TensorInfo]:
+    """What the headers say of those parts."""
+    return {part: tensors[name] for part, name in dialect.part_names(module).items() if name in tensors}
+
+
+def packed_weight(parts: Mapping[str, TensorInfo], module: str, stated: GridSpec, dialect: Dialect) -> PackedWeight:
+    """What a module's parts hold, by their headers and by what the config states of it.
+
+    Raises:
+        CheckpointError: If they do not fit together.
+    """
+    layout = {part: (info.dtype, info.shape) for part, info in parts.items()}
+    fault = dialect.layout_fault(layout, stated)
+    if fault:
+        raise CheckpointError(f"{module}: {fault}")
+    return PackedWeight(*dialect.weight_shape(layout, stated), stated)
+
+
+def in_no_file(name: str, shape: tuple[int, ...]) -> TensorInfo:
+    """A tensor that others stand for, as if it were a 16-bit one."""
+    return TensorInfo(name, shape, "F16", 2 * prod(shape), "")

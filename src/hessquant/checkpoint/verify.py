@@ -1,41 +1,30 @@
 """Re-reading what was written, by a decoder that shares nothing with the packer."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hessquant.checkpoint.decode import decode_module, quantization_of
-from hessquant.checkpoint.header import read_json
-from hessquant.checkpoint.reader import CheckpointReader, TensorSource
-from hessquant.checkpoint.shards import raw_bytes
+from hessquant.checkpoint.header import raw_bytes, read_json
+from hessquant.checkpoint.output import QuantizedModel
+from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.sidecars import QUANTIZATION_FILE
-from hessquant.checkpoint.writer import model_config, not_written
-from hessquant.core.grid import QuantizedWeight
+from hessquant.checkpoint.unpacked import UnpackedCheckpoint, quantization_of
 from hessquant.errors import CheckpointError, SourceError, VerificationError
+from hessquant.formats import dialect_of
 from hessquant.formats.described import description_of
-from hessquant.formats.dialect import module_of, settings_of
-from hessquant.formats.dialects import dialect_of
-from hessquant.formats.judge import misread
-from hessquant.records import Plan
+from hessquant.formats.dialect import Dialect
+from hessquant.formats.names import module_of
 
 
-def verify(
-    out: Path,
-    config: Mapping[str, Any],
-    quantized: Mapping[str, QuantizedWeight],
-    source: TensorSource,
-    plan: Plan,
-) -> int:
+def verify(out: Path, config: Mapping[str, Any], model: QuantizedModel) -> int:
     """Check that a written checkpoint decodes to exactly what was solved, and holds nothing else.
 
     Args:
         out: The written directory.
         config: What its `config.json` will hold; it must not be there yet.
-        quantized: Weight per target name.
-        source: What the untouched tensors must equal, byte for byte.
-        plan: What was to be written.
+        model: What was to be written.
 
     Returns:
         Quantized weights that were re-read and found equal.
@@ -45,53 +34,55 @@ def verify(
     """
     try:
         with CheckpointReader(out, config) as written:
-            _check_inventory(written, source, plan)
-            _check_config(out, written, source, plan)
-            _check_untouched(written, source, plan)
-            verified = _check_quantized(written, quantized, plan)
-            _check_words(written, plan)
-            return verified
+            described = quantization_of(config) or {}
+            check_inventory(written.tensors.keys(), _expected_names(model, dialect_of(described)))
+            _check_config(written, described, model)
+            _check_untouched(written, model)
+            unpacked = UnpackedCheckpoint(written)
+            _check_quantized(unpacked, model)
+            # That clients take every module for what it is, by what the config says.
+            fault = unpacked.settings.misread(description_of(model.plan))
     except VerificationError:
         raise
     except (SourceError, CheckpointError) as error:
         raise VerificationError(f"what was written cannot be read back: {error}") from error
+    if fault is not None:
+        raise VerificationError(f"the written config would be misread: {fault}")
+    return len(model.plan.targets)
 
 
-def _check_inventory(written: CheckpointReader, source: TensorSource, plan: Plan) -> None:
-    dialect = dialect_of(quantization_of(written.config) or {})
-    expected = set(source.tensors) - not_written(plan)
-    for target in plan.targets:
-        expected.discard(target.name)
-        names = dialect.part_names(module_of(target.name))
-        expected.update(names[part] for part in dialect.layout(target.rows, target.columns, settings_of(target)))
-    missing, surplus = expected - set(written.tensors), set(written.tensors) - expected
+def check_inventory(written: Collection[str], expected: Collection[str]) -> None:
+    """Compare the names of the tensors, both ways.
+
+    Raises:
+        VerificationError: If they differ.
+    """
+    missing, surplus = set(expected) - set(written), set(written) - set(expected)
     if missing:
         raise VerificationError(f"{min(missing)} was not written ({len(missing)} tensors are missing)")
     if surplus:
         raise VerificationError(f"{min(surplus)} was written, but nothing asked for it ({len(surplus)} such tensors)")
 
 
-def _check_config(out: Path, written: CheckpointReader, source: TensorSource, plan: Plan) -> None:
-    described = quantization_of(written.config)
-    if described is None:
-        raise VerificationError("config.json does not describe the quantization")
-    if described.get("quant_method") == "gptq" and read_json(out / QUANTIZATION_FILE) != described:
+def _expected_names(model: QuantizedModel, dialect: Dialect) -> set[str]:
+    expected = set(model.source.tensors) - model.not_written
+    for target in model.plan.targets:
+        expected.discard(target.name)
+        names = dialect.part_names(module_of(target.name))
+        expected.update(names[part] for part in dialect.layout(target.rows, target.columns, target.grid))
+    return expected
+
+
+def _check_config(written: CheckpointReader, described: Mapping[str, Any], model: QuantizedModel) -> None:
+    if described["quant_method"] == "gptq" and read_json(written.directory / QUANTIZATION_FILE) != described:
         raise VerificationError(f"{QUANTIZATION_FILE} and config.json describe the quantization differently")
-    if written.config != {**model_config(source, plan), "quantization_config": described}:
+    if written.config != {**model.config, "quantization_config": described}:
         raise VerificationError("config.json differs from the source's in more than quantization_config")
 
 
-def _check_words(written: CheckpointReader, plan: Plan) -> None:
-    """That clients take every module for what it is, by what the config says."""
-    described = quantization_of(written.config) or {}
-    fault = next(misread(description_of(plan), dialect_of(described).read_settings(described)), None)
-    if fault is not None:
-        raise VerificationError(f"the written config would be misread: {fault}")
-
-
-def _check_untouched(written: CheckpointReader, source: TensorSource, plan: Plan) -> None:
-    replaced = {target.name for target in plan.targets} | not_written(plan)
-    for name, info in source.tensors.items():
+def _check_untouched(written: CheckpointReader, model: QuantizedModel) -> None:
+    replaced = {target.name for target in model.plan.targets} | model.not_written
+    for name, info in model.source.tensors.items():
         if name in replaced:
             continue
         copy = written.tensors[name]
@@ -99,21 +90,16 @@ def _check_untouched(written: CheckpointReader, source: TensorSource, plan: Plan
             raise VerificationError(
                 f"{name} is {copy.dtype} {list(copy.shape)}, but {info.dtype} {list(info.shape)} in the source"
             )
-        if not torch.equal(raw_bytes(written.read(name)), raw_bytes(source.read(name))):
+        if not torch.equal(raw_bytes(written.read(name)), raw_bytes(model.source.read(name))):
             raise VerificationError(f"{name} was to be copied, but its bytes differ from the source")
 
 
-def _check_quantized(written: CheckpointReader, quantized: Mapping[str, QuantizedWeight], plan: Plan) -> int:
-    described = quantization_of(written.config) or {}
-    dialect = dialect_of(described)
-    settings = dialect.read_settings(described)
-    for target in plan.targets:
+def _check_quantized(written: UnpackedCheckpoint, model: QuantizedModel) -> None:
+    for target in model.plan.targets:
         module = module_of(target.name)
-        decoded = decode_module(written, module, dialect, settings)
-        solved = quantized[target.name].dequantize().cpu()
+        decoded, solved = written.decode(target.name), model.weights[target.name].dequantize().cpu()
         if decoded.shape != solved.shape:
             raise VerificationError(f"{module} decodes to {list(decoded.shape)}, but {list(solved.shape)} was solved")
         if not torch.equal(decoded, solved):
             differing = int((decoded != solved).sum())
             raise VerificationError(f"{module}: {differing} of {solved.numel()} decoded values differ from the solved")
-    return len(plan.targets)

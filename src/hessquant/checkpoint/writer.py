@@ -1,216 +1,167 @@
-"""Writing the quantized checkpoint: shards one at a time, then everything else, then what makes it look complete."""
+"""Writing a quantized checkpoint of safetensors files: shards one at a time, then everything else, config.json last."""
 
 import json
-import math
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from torch import Tensor
 
-from hessquant.checkpoint.header import DTYPE_BYTES
-from hessquant.checkpoint.output import RUN_MARK
-from hessquant.checkpoint.reader import CONFIG_FILE, INDEX_FILE, TensorSource
-from hessquant.checkpoint.shards import Unit, plan_shards, write_shard
-from hessquant.checkpoint.sidecars import QUANTIZATION_FILE, copy_sidecars, portable
-from hessquant.config import Config
-from hessquant.core.grid import QuantizedWeight
+from hessquant.checkpoint.header import DTYPE_BYTES, raw_bytes, size_of
+from hessquant.checkpoint.output import QuantizedModel, json_text, write_text, writing
+from hessquant.checkpoint.reader import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, TensorSource
+from hessquant.checkpoint.sidecars import QUANTIZATION_FILE, copy_sidecars
+from hessquant.checkpoint.verify import verify
 from hessquant.errors import CheckpointError
-from hessquant.files import fsync_directory, replacing
+from hessquant.files import replacing
+from hessquant.formats import DIALECTS
 from hessquant.formats.described import description_of
-from hessquant.formats.dialect import Dialect, module_of, settings_of
-from hessquant.formats.dialects import DIALECTS
-from hessquant.records import Plan, Target, TensorInfo
+from hessquant.formats.dialect import Dialect
+from hessquant.formats.names import module_of
+from hessquant.records import Plan, TensorInfo
 
-GGUF_FILE = "model.gguf"
-"""The one file of a model in the gguf format."""
+_ALIGNMENT = 8
 
 
-def write_checkpoint(
-    out: Path,
-    source: TensorSource,
-    source_directory: Path,
-    plan: Plan,
-    quantized: Mapping[str, QuantizedWeight],
-    output: Config,
-    *,
-    solved_with: Config | None,
-    reports: Collection[str],
-    run: str,
-    version: str,
-) -> dict[str, Any]:
-    """Write the source with its targets replaced by quantized weights.
+@dataclass(frozen=True)
+class Unit:
+    """Tensors that are made together and lie side by side: one untouched tensor, or the parts of one weight.
 
-    A weight of `quantized` is asked for when its turn has come, so a mapping that loads from disk keeps memory at one
-    weight; asymmetric ones are asked for twice. Every other tensor is copied byte for byte, and so are the files that a
-    user of the checkpoint may need (`sidecars`). `config.json` is not written: `complete` does that when the rest has
-    been verified, and a directory without it is not a checkpoint to any reader.
+    Attributes:
+        source: Name of the source tensor they come from.
+        tensors: What will be written; their `file` is not decided yet.
+    """
 
-    Args:
-        out: Directory to write; made if need be.
-        source: The checkpoint that the untouched tensors and the config come from.
-        source_directory: Directory whose other files (tokenizer, chat template, code ...) are copied.
-        plan: What was decided.
-        quantized: Weight per target name.
-        output: Says the format and the size of its files.
-        solved_with: Settings that the weights were solved with; None = not known.
-        reports: Names of files that are written anew, not copied.
-        run: The run's identity; the directory carries it until it is complete.
-        version: Version to sign the checkpoint with.
+    source: str
+    tensors: tuple[TensorInfo, ...]
 
-    Returns:
-        What `config.json` will hold.
+    @property
+    def bytes(self) -> int:
+        """Size on disk."""
+        return sum(info.bytes for info in self.tensors)
+
+
+def plan_shards(units: Iterable[Unit], shard_bytes: int) -> dict[str, list[Unit]]:
+    """Divide units among files of at most `shard_bytes` (more only for a unit larger than that), in order."""
+    shards: list[list[Unit]] = [[]]
+    filled = 0
+    for unit in units:
+        if shards[-1] and filled + unit.bytes > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(unit)
+        filled += unit.bytes
+    if len(shards) == 1:
+        return {SINGLE_FILE: shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, start=1)}
+
+
+def write_shard(path: Path, units: Sequence[Unit], make: Callable[[Unit], Mapping[str, Tensor]]) -> None:
+    """Write one safetensors file; `make` gives a unit's tensors when their turn has come.
+
+    safetensors' own `save_file` wants every tensor of a file at once; a shard's layout is known beforehand, so its
+    header can be written first and its tensors one after another.
 
     Raises:
-        CheckpointError: If a weight has no place in the format, or the disk is full or fails.
+        CheckpointError: If `make` gives something else than was planned.
     """
-    targets = {target.name: target for target in plan.targets}
-    dialect = DIALECTS[output.format]
-    _check_targets(targets, quantized, dialect)
-    variant = dialect.choose_variant(quantized[target.name] for target in plan.targets if not target.symmetric)
-    described = dialect.describe(description_of(plan), solved_with, variant, version)
-    shards = plan_shards(_units(source, plan, dialect), output.shard_bytes)
-
-    def make(unit: Unit) -> dict[str, Tensor]:
-        if unit.source in targets:
-            try:
-                parts = dialect.pack(quantized[unit.source], variant)
-            except CheckpointError as error:
-                raise CheckpointError(f"{unit.source}: {error}") from error
-            names = dialect.part_names(module_of(unit.source))
-            return {names[part]: tensor for part, tensor in parts.items()}
-        return {unit.source: source.read(unit.source)}
-
-    begin(out, run)
-    with writing(out):
-        for file, units in shards.items():
-            write_shard(out / file, units, make)
-        copy_sidecars(source_directory, out, reports)
-        if output.format == "gptq":
-            _write_json(out / QUANTIZATION_FILE, described)
-        if len(shards) > 1:
-            _write_json(out / INDEX_FILE, _index(shards))
-    return {**model_config(source, plan), "quantization_config": described}
+    # Wide dtypes first: then every tensor starts at a multiple of its element size.
+    ordered = sorted(units, key=lambda unit: -max(DTYPE_BYTES[info.dtype] for info in unit.tensors))
+    with replacing(path) as stream:
+        stream.write(_header([info for unit in ordered for info in unit.tensors]))
+        for unit in ordered:
+            tensors = make(unit)
+            for info in unit.tensors:
+                _write_tensor(stream, info, tensors[info.name])
 
 
-def model_config(source: TensorSource, plan: Plan) -> dict[str, Any]:
-    """What `config.json` will say of the model: the source's, untied where the head gets a weight of its own.
+class SafetensorsDraft:
+    """A `Draft` in one of the dialects.
 
-    Where the source lay when it was saved is left out.
+    Every tensor that is no target is copied byte for byte, and so are the files that a user of the checkpoint may need
+    (`sidecars`). Asymmetric weights are asked for twice.
+
+    Attributes:
+        config: What `config.json` will hold; a directory without it is not a checkpoint to any reader.
     """
-    config = portable(source.config)
-    return _untied(config) if plan.unties_head else config
 
+    def __init__(self, out: Path, model: QuantizedModel) -> None:
+        self._out, self._model, plan = out, model, model.plan
+        self._targets = {target.name: target for target in plan.targets}
+        self._dialect = dialect = DIALECTS[model.output.format]
+        _check_targets(model, dialect)
+        asymmetric = (model.weights[target.name] for target in plan.targets if not target.grid.symmetric)
+        self._variant = dialect.choose_variant(asymmetric)
+        self._described = dialect.describe(description_of(plan), model.solved_with, self._variant, model.version)
+        self._shards = plan_shards(_units(model, dialect), model.output.shard_bytes)
+        self.config = {**model.config, "quantization_config": self._described}
 
-def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
-    inner = {name: _untied(value) for name, value in config.items() if name == "text_config"}
-    # Stated even where it was not: some classes tie by default.
-    return {**config, **inner, "tie_word_embeddings": False}
+    @staticmethod
+    def fault(source: TensorSource, plan: Plan) -> str | None:
+        """Nothing but the weights decides it."""
+        return None
 
+    def write(self) -> None:
+        """Write the shards, the files beside them, and their index."""
+        out, model = self._out, self._model
+        with writing(out):
+            for file, units in self._shards.items():
+                write_shard(out / file, units, self._tensors)
+            copy_sidecars(model.source.directory, out, model.reports)
+            if model.output.format == "gptq":
+                write_text(out / QUANTIZATION_FILE, json_text(self._described))
+            if len(self._shards) > 1:
+                write_text(out / INDEX_FILE, json_text(_index(self._shards)))
 
-def begin(out: Path, run: str) -> None:
-    """Make a directory this run's; it does not pass for a checkpoint from now on.
-
-    Raises:
-        CheckpointError: If the disk is full or fails.
-    """
-    with writing(out):
-        out.mkdir(parents=True, exist_ok=True)
-        with replacing(out / RUN_MARK) as stream:
-            stream.write(run.encode())
-        withdraw(out)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file beside the checkpoint.
-
-    Raises:
-        CheckpointError: If the disk is full or fails.
-    """
-    with writing(path), replacing(path) as stream:
-        stream.write(text.encode())
-
-
-def complete(out: Path, config: Mapping[str, Any]) -> None:
-    """Make a written and verified directory a checkpoint: `config.json` appears, by rename, as the last of its files.
-
-    Raises:
-        CheckpointError: If the disk is full or fails.
-    """
-    with _completing(out):
-        _write_json(out / CONFIG_FILE, config)
-
-
-def complete_gguf(out: Path, draft: Path) -> None:
-    """Make a written and verified draft the model of its directory: it gets its name.
-
-    Raises:
-        CheckpointError: If the disk fails.
-    """
-    with _completing(out):
-        draft.replace(out / GGUF_FILE)
-        fsync_directory(out)
-
-
-@contextmanager
-def _completing(out: Path) -> Iterator[None]:
-    """Inside, what makes a directory pass for a checkpoint appears; where anything fails, it goes again."""
-    with writing(out):
+    def _tensors(self, unit: Unit) -> dict[str, Tensor]:
+        name = unit.source
+        if name not in self._targets:
+            return {name: self._model.source.read(name)}
         try:
-            yield
-            (out / RUN_MARK).unlink()
-        except OSError:
-            withdraw(out)
-            raise
+            parts = self._dialect.pack(self._model.weights[name], self._variant)
+        except CheckpointError as error:
+            raise CheckpointError(f"{name}: {error}") from error
+        names = self._dialect.part_names(module_of(name))
+        return {names[part]: tensor for part, tensor in parts.items()}
+
+    def verify(self) -> int:
+        """Re-read it all."""
+        return verify(self._out, self.config, self._model)
+
+    def reveal(self) -> None:
+        """Write `config.json`."""
+        write_text(self._out / CONFIG_FILE, json_text(self.config))
 
 
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Tell an operating system's error as one of ours."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or path}: writing failed: {error.strerror or error}") from error
-
-
-def _check_targets(
-    targets: Mapping[str, Target],
-    quantized: Mapping[str, QuantizedWeight],
-    dialect: Dialect,
-) -> None:
-    for name, target in targets.items():
-        if name not in quantized:
-            raise CheckpointError(f"{name}: planned as a target, but there is no quantized weight for it")
-        fault = dialect.target_fault(target.rows, target.columns, settings_of(target))
+def _check_targets(model: QuantizedModel, dialect: Dialect) -> None:
+    solved = set(model.weights)
+    for target in model.plan.targets:
+        if target.name not in solved:
+            raise CheckpointError(f"{target.name}: planned as a target, but there is no quantized weight for it")
+        fault = dialect.target_fault(target.rows, target.columns, target.grid)
         if fault:
-            raise CheckpointError(f"{name}: {fault}")
+            raise CheckpointError(f"{target.name}: {fault}")
 
 
-def _units(source: TensorSource, plan: Plan, dialect: Dialect) -> Iterator[Unit]:
+def _units(model: QuantizedModel, dialect: Dialect) -> Iterator[Unit]:
     # Targets without a tensor of their own, last: a head that was tied to the embedding, matrices of a stack.
-    targets, left_out = {target.name: target for target in plan.targets}, not_written(plan)
-    for name in dict.fromkeys([*source.tensors, *targets]):
-        if name in left_out:
+    targets = {target.name: target for target in model.plan.targets}
+    for name in dict.fromkeys([*model.source.tensors, *targets]):
+        if name in model.not_written:
             continue
-        target = targets.get(name)
-        if target is None:
-            yield Unit(name, (source.tensors[name],))
+        if name not in targets:
+            yield Unit(name, (model.source.tensors[name],))
             continue
-        names = dialect.part_names(module_of(name))
-        layout = dialect.layout(target.rows, target.columns, settings_of(target))
+        target, names = targets[name], dialect.part_names(module_of(name))
+        layout = dialect.layout(target.rows, target.columns, target.grid)
         yield Unit(
             name,
             tuple(
-                TensorInfo(names[part], shape, dtype, math.prod(shape) * DTYPE_BYTES[dtype], "")
+                TensorInfo(names[part], shape, dtype, size_of(dtype, shape), "")
                 for part, (dtype, shape) in layout.items()
             ),
         )
-
-
-def not_written(plan: Plan) -> set[str]:
-    """Tensors of the source that targets take the place of: stacks that are taken apart, other names of a target."""
-    return {target.part_of for target in plan.targets} - {""} | set(plan.aliases)
 
 
 def _index(shards: Mapping[str, list[Unit]]) -> dict[str, Any]:
@@ -219,12 +170,25 @@ def _index(shards: Mapping[str, list[Unit]]) -> dict[str, Any]:
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    with replacing(path) as stream:
-        stream.write((json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+def _header(infos: Iterable[TensorInfo]) -> bytes:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for info in infos:
+        header[info.name] = {
+            "dtype": info.dtype,
+            "shape": list(info.shape),
+            "data_offsets": [offset, offset + info.bytes],
+        }
+        offset += info.bytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
 
 
-def withdraw(out: Path) -> None:
-    """Take away what makes a written directory pass for a sound checkpoint."""
-    for name in (CONFIG_FILE, GGUF_FILE):
-        (out / name).unlink(missing_ok=True)
+def _write_tensor(stream: BinaryIO, info: TensorInfo, tensor: Tensor) -> None:
+    content = raw_bytes(tensor)
+    if tuple(tensor.shape) != info.shape or content.numel() != info.bytes:
+        raise CheckpointError(
+            f"{info.name}: planned as {info.dtype} {list(info.shape)}, but got {tensor.dtype} {list(tensor.shape)}"
+        )
+    stream.write(content.numpy().data)

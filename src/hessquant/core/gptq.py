@@ -21,19 +21,20 @@ from hessquant.core import bounds
 from hessquant.core.factor import Factor
 from hessquant.core.grid import (
     Grid,
-    GridSpec,
     QuantizedWeight,
     SearchKernel,
     SweepKernel,
     count_degenerate,
     encode,
     min_max,
+    scale_dtype,
     scale_factors,
 )
 from hessquant.core.hessian import first_non_finite
 from hessquant.core.objective import loss_per_row
 from hessquant.core.refine import descend
 from hessquant.errors import NonFiniteError
+from hessquant.records import GridSpec
 
 
 class Kernels(NamedTuple):
@@ -181,7 +182,7 @@ def dynamic_sweep(weight: Tensor, factor: Factor, spec: GridSpec, config: Config
     one_group = replace(spec, group_size=-1)
     errors = torch.zeros_like(visited)
     codes = torch.empty(weight.shape[::-1], dtype=torch.uint8, device=weight.device)
-    scales = torch.empty(len(order) // width, len(weight), dtype=spec.scale_dtype, device=weight.device)
+    scales = torch.empty(len(order) // width, len(weight), dtype=scale_dtype(spec), device=weight.device)
     zeros = torch.empty_like(scales, dtype=torch.uint8)
     for start in range(0, len(order), width):
         members = slice(start, start + width)

@@ -12,48 +12,10 @@ import torch
 from torch import Tensor
 
 from hessquant.errors import GridError
+from hessquant.records import GridSpec
 
 SHRINK_FACTORS = tuple(1.0 - 0.025 * step for step in range(25))
 """Fractions of the min-max scale that the scale search tries on any grid: 1.0 down to 0.4 in 25 steps."""
-
-
-@dataclass(frozen=True)
-class GridSpec:
-    """The grid that a weight is to be put on.
-
-    Attributes:
-        bits: Bits per code, 2 to 8.
-        symmetric: Zero fixed at 2^(bits-1) instead of one per group.
-        group_size: Inputs per group; -1 = one group per row.
-        scale_dtype: Floating dtype that scales are stored in.
-    """
-
-    bits: int = 4
-    symmetric: bool = True
-    group_size: int = -1
-    scale_dtype: torch.dtype = torch.float16
-
-    @property
-    def top(self) -> int:
-        """Largest code."""
-        return (1 << self.bits) - 1
-
-    @property
-    def middle(self) -> int:
-        """Zero of a symmetric grid."""
-        return 1 << (self.bits - 1)
-
-    def width(self, columns: int) -> int:
-        """Inputs per group of a weight with `columns` inputs.
-
-        Raises:
-            GridError: If the group size does not divide the inputs.
-        """
-        if self.group_size == -1:
-            return columns
-        if columns % self.group_size:
-            raise GridError(f"group size {self.group_size} does not divide {columns} inputs")
-        return self.group_size
 
 
 def scale_factors(spec: GridSpec) -> tuple[float, ...]:
@@ -79,7 +41,7 @@ class Grid:
 
     Attributes:
         spec: What was asked for.
-        scales: [rows, groups], dtype `spec.scale_dtype`, finite and positive.
+        scales: [rows, groups], dtype `scale_dtype(spec)`, finite and positive.
         zeros: [rows, groups], uint8, 0 .. 2^bits - 1.
     """
 
@@ -148,6 +110,12 @@ def min_max(weight: Tensor, spec: GridSpec) -> Grid:
     return Grid(spec, scales, zeros)
 
 
+def scale_dtype(spec: GridSpec) -> torch.dtype:
+    """The dtype that a grid's scales are stored in."""
+    dtype: torch.dtype = getattr(torch, spec.scale_dtype)
+    return dtype
+
+
 def smallest_scale(dtype: torch.dtype) -> float:
     """Smallest positive scale that `dtype` stores and float32 arithmetic does not flush.
 
@@ -166,7 +134,7 @@ def count_degenerate(weight: Tensor, spec: GridSpec) -> tuple[int, int]:
     """
     groups = weight.reshape(len(weight), -1, spec.width(weight.shape[1]))
     span = _span(groups.amin(-1), groups.amax(-1), spec)
-    tiny = (span / spec.top < smallest_scale(spec.scale_dtype)) & (span > 0)
+    tiny = (span / spec.top < smallest_scale(scale_dtype(spec))) & (span > 0)
     return int((span == 0).sum()), int(tiny.sum())
 
 
@@ -184,12 +152,12 @@ def affine(low: Tensor, high: Tensor, spec: GridSpec) -> tuple[Tensor, Tensor]:
         GridError: If a scale overflows the stored dtype.
     """
     span = _span(low, high, spec)
-    raw = span / spec.top
-    scales = raw.clamp(min=smallest_scale(spec.scale_dtype)).to(spec.scale_dtype)
+    raw, dtype = span / spec.top, scale_dtype(spec)
+    scales = raw.clamp(min=smallest_scale(dtype)).to(dtype)
     scales = torch.where(span == 0, torch.ones_like(scales), scales)
     if not bool(torch.isfinite(scales).all()):
         raise GridError(
-            f"a scale of {float(raw.max()):.3g} does not fit {spec.scale_dtype}; the weights reach "
+            f"a scale of {float(raw.max()):.3g} does not fit {dtype}; the weights reach "
             f"{float(torch.maximum(low.abs(), high.abs()).max()):.3g}: check the source checkpoint"
         )
     if spec.symmetric:

@@ -17,7 +17,8 @@ from hessquant.evaluation.perplexity import (
     require_predictions,
     walk,
 )
-from hessquant.records import Progress, TokenWindow
+from hessquant.records import TokenWindow
+from hessquant.results import Progress
 
 
 @dataclass(frozen=True)

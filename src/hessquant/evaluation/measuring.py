@@ -6,7 +6,8 @@ from torch import nn
 
 from hessquant.evaluation.comparison import compare
 from hessquant.evaluation.perplexity import perplexity
-from hessquant.records import Comparison, Evaluation, Progress, TokenWindow
+from hessquant.records import TokenWindow
+from hessquant.results import Comparison, Evaluation, Progress
 
 
 def evaluate_model(

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from hessquant.errors import ConfigError, NonFiniteError, NotEnoughTextError
-from hessquant.records import Progress, TokenWindow
+from hessquant.records import TokenWindow
+from hessquant.results import Progress
 
 CHUNK = 256
 """Positions whose distributions are held in float64 at a time."""

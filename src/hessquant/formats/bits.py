@@ -1,12 +1,15 @@
-"""Codes as bit streams in 32-bit words: packing by shifts, unpacking by single bits.
+"""Numbers as they are stored: codes as bit streams in 32-bit words, and scales.
 
-The two share nothing, so that a mistake in one is not undone by the other.
+Streams are packed by shifts, and unpacked by single bits: the two share nothing, so that a mistake in one is not undone
+by the other.
 """
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from hessquant.errors import CheckpointError
 
 WORD = 32
 _BITS_PER_CHUNK = 1 << 26
@@ -50,3 +53,15 @@ def unpack_lines(words: Tensor, bits: int) -> Tensor:
             chunk += digits[..., place] * np.uint8(1 << place)
         values[start : start + step] = chunk
     return torch.from_numpy(values)
+
+
+def half_scales(scales: Tensor) -> Tensor:
+    """Scales as float16, on the CPU.
+
+    Raises:
+        CheckpointError: If float16 does not hold them exactly.
+    """
+    half = scales.cpu().to(torch.float16)
+    if not torch.equal(half.to(torch.float64), scales.cpu().to(torch.float64)):
+        raise CheckpointError(f"its scales, in {str(scales.dtype).removeprefix('torch.')}, are not exact in float16")
+    return half

@@ -1,4 +1,4 @@
-"""The tensors of the compressed-tensors format "pack-quantized".
+"""The compressed-tensors format "pack-quantized": its tensors and its `quantization_config`, whoever wrote them.
 
 A weight [rows, columns] under the prefix X becomes
 
@@ -8,162 +8,200 @@ A weight [rows, columns] under the prefix X becomes
     X.weight_shape       int64 [2]                            rows, columns
 
 The format thinks in signed integers, code - 2^(bits-1), and stores them with that added again: our codes and zeros.
-Only widths that divide 32 are written, since packers of the format disagree about the others.
+Only widths that divide 32 are known here, since packers of the format disagree about the others.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from hessquant.core.grid import Grid, GridSpec, QuantizedWeight
-from hessquant.errors import CheckpointError
-from hessquant.formats.bits import WORD, pack_lines, unpack_lines
-from hessquant.formats.dialect import Layout, ModuleSettings, half_scales, layout_of
+from hessquant.config import Config
+from hessquant.errors import CheckpointError, SourceError
+from hessquant.formats.bits import WORD
+from hessquant.formats.described import LARGEST_GROUP, Description, Reading, Settings, Stated, common_settings, compiled
+from hessquant.formats.dialect import FLOATING, INTEGERS, Dialect, layout_of, ragged, scale_faults
+from hessquant.formats.names import HEAD
+from hessquant.records import GridSpec
 
-BITS = (4, 8)
-"""Code widths that readers of the format know."""
-
-PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
-VARIANT = "pack-quantized"
-_FLOATING = ("F16", "BF16", "F32")
+_VARIANT, _WIDTHS = "pack-quantized", (4, 8)
 
 
-def target_fault(rows: int, columns: int, stated: ModuleSettings) -> str | None:
-    """Why a weight has no form in it, in one sentence; None if it has one."""
-    bits, group_size = stated.bits, stated.group_size
-    if bits not in BITS:
-        return (
-            f"the compressed-tensors format has no readers for {bits} bits; choose one of {', '.join(map(str, BITS))}"
-        )
-    if columns * bits % WORD:
-        return f"{columns} inputs of {bits} bits do not fill whole 32-bit words; leave this weight in 16 bit"
-    if not stated.symmetric and rows * bits % WORD:
-        return f"zeros of {rows} outputs of {bits} bits do not fill whole 32-bit words; leave this weight in 16 bit"
-    if group_size != -1 and columns % group_size:
-        return f"group size {group_size} does not divide {columns} inputs; choose a divisor or -1"
-    return None
+class CompressedTensors(Dialect):
+    """The compressed-tensors dialect; it has one variant."""
+
+    title = "compressed-tensors"
+    widths = _WIDTHS
+    variants = (_VARIANT,)
+    parts: ClassVar = {
+        "weight_packed": INTEGERS,
+        "weight_scale": FLOATING,
+        "weight_zero_point": INTEGERS,
+        "weight_shape": ("I64", "I32"),
+    }
+    codes, zeros, scales, fourth = "weight_packed", "weight_zero_point", "weight_scale", "weight_shape"
+    fourth_size, optional = 2, ()
+    transposed, always_zeros, any_groups = False, False, False
+
+    def fourth_part(self, rows: int, columns: int, grid: GridSpec) -> Tensor:
+        """Rows and columns."""
+        return torch.tensor([rows, columns])
+
+    def streams(self, parts: Mapping[str, Tensor], grid: GridSpec, variant: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes, zeros and scales; columns that fill no word are padded, and cut off here."""
+        codes, zeros, scales = super().streams(parts, grid, variant)
+        stated = parts["weight_shape"].tolist()
+        if not self._holds(parts, grid):
+            raise CheckpointError(f"weight_shape says {stated}, but weight_packed holds {list(codes.shape)}")
+        return codes[:, : stated[1]].contiguous(), zeros, scales
+
+    def value_faults(self, parts: Mapping[str, Tensor], grid: GridSpec, variant: str) -> Iterator[str]:
+        """Faults in the shape, the scales and the zeros."""
+        stated, packed = parts["weight_shape"].tolist(), parts["weight_packed"]
+        if not self._holds(parts, grid):
+            yield f"weight_shape says {stated}, but weight_packed is {list(packed.shape)}"
+        elif fault := ragged(stated[1], grid, "; vLLM cannot open this"):
+            yield fault
+        yield from scale_faults("weight_scale", parts["weight_scale"])
+        if grid.symmetric and "weight_zero_point" in parts:
+            yield "the config says symmetric, but there is a weight_zero_point"
+
+    def _holds(self, parts: Mapping[str, Tensor], grid: GridSpec) -> bool:
+        """Whether the packed codes are those of a weight of the shape that is stated."""
+        (rows, columns), (held, full) = parts["weight_shape"].tolist(), self.weight_shape(layout_of(parts), grid)
+        return bool(rows == held and 0 <= full - columns < WORD // grid.bits)
+
+    def describe(self, description: Description, config: Config | None, variant: str, version: str) -> dict[str, Any]:
+        """The `quantization_config` of exactly what a checkpoint written after a plan holds (`Dialect.describe`).
+
+        The settings of most modules are those of the class Linear; others are a group of their own, by name.
+        """
+        plan = description.plan
+        common = common_settings(plan.targets)
+        others = [settings for settings in dict.fromkeys(target.grid for target in plan.targets) if settings != common]
+        # A module takes the first group that names it, so the general one comes last.
+        groups = [(_named(description, settings), settings) for settings in others]
+        # The head is no Linear to every server, so it is named, by whatever prefix where readers have different ones.
+        head, with_prefix = description.head, [f"re:.*{HEAD}$"] if description.any_prefix else []
+        heads = [*head.known, *with_prefix] if head is not None and head.settings == common else []
+        groups.append((["Linear", *heads], common))
+        ignored = _named(description, None)
+        if head is None:
+            ignored = list(dict.fromkeys([*ignored, HEAD, *with_prefix]))
+        return {
+            "quant_method": "compressed-tensors",
+            "format": variant,
+            "quantization_status": "compressed",
+            "config_groups": {
+                f"group_{index}": {
+                    "targets": targets,
+                    "format": variant,
+                    "weights": _weights(settings, config),
+                    "input_activations": None,
+                    "output_activations": None,
+                }
+                for index, (targets, settings) in enumerate(groups)
+            },
+            "ignore": ignored,
+            "kv_cache_scheme": None,
+            "global_compression_ratio": None,
+            "version": f"hessquant:{version}",
+        }
+
+    def read_settings(self, described: Mapping[str, Any]) -> Settings:
+        """Read a `quantization_config`, whoever wrote it.
+
+        Raises:
+            SourceError: If it is not of this format or says something that has no meaning.
+        """
+        groups = described.get("config_groups")
+        if not isinstance(groups, dict) or not groups:
+            raise SourceError("quantization_config has no config_groups")
+        found = [_group(group, f"config_groups.{key}", described.get("format")) for key, group in groups.items()]
+        ignored = _patterns(described.get("ignore") or [], "ignore")
+
+        def module(name: str) -> Stated:
+            if any(_matches(pattern, name) for pattern in ignored):
+                return None
+            # Names and expressions come before classes, of which any module may be one.
+            for with_classes in (False, True):
+                for patterns, settings in found:
+                    if any(_matches(pattern, name) or (with_classes and _is_class(pattern)) for pattern in patterns):
+                        return settings
+            return None
+
+        return Settings(_VARIANT, (Reading("vLLM, SGLang and transformers", module, by_made_names=True),))
 
 
-def layout(rows: int, columns: int, stated: ModuleSettings) -> Layout:
-    """Dtype and shape of each part of a weight that has no `target_fault`."""
-    groups = stated.groups(columns)
-    zeros = {} if stated.symmetric else {"weight_zero_point": ("I32", (rows * stated.bits // WORD, groups))}
+def _named(description: Description, settings: Stated) -> list[str]:
+    """Entries for the modules with these settings: names, or expressions where readers begin them with other words.
+
+    Of a name that a server makes of several, SGLang looks up that one, others its parts; all of them are there.
+    """
+    chosen = [module for module in description.modules if module.settings == settings]
+    if description.any_prefix or any(module.with_all_inside for module in chosen):
+        return [f"re:{pattern}" for pattern in description.patterns(settings, named_head=settings is not None)]
+    return list(dict.fromkeys(name for module in chosen for name in module.known))
+
+
+def _weights(settings: GridSpec, config: Config | None) -> dict[str, Any]:
+    # compressed-tensors 0.13 to 0.15 refuse any order where there is one group per row, though it changes nothing.
+    grouped = settings.group_size != -1
+    ordered = grouped and config is not None and config.order == "activation"
     return {
-        "weight_packed": ("I32", (rows, columns * stated.bits // WORD)),
-        "weight_scale": ("F16", (rows, groups)),
-        **zeros,
-        "weight_shape": ("I64", (2,)),
+        "num_bits": settings.bits,
+        "type": "int",
+        "symmetric": settings.symmetric,
+        "strategy": "group" if grouped else "channel",
+        "group_size": settings.group_size if grouped else None,
+        "block_structure": None,
+        "dynamic": False,
+        "actorder": "static" if ordered else None,
+        "observer": "minmax",
+        "observer_kwargs": {},
     }
 
 
-def choose_variant(_weights: Iterable[QuantizedWeight]) -> str:
-    """The one variant that is written."""
-    return VARIANT
+def _patterns(value: Any, where: str) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise SourceError(f"{where} is not a list of names")
+    for pattern in value:
+        if pattern.startswith("re:"):
+            compiled(pattern.removeprefix("re:"), where)
+    return value
 
 
-def pack(weight: QuantizedWeight, _variant: str) -> dict[str, Tensor]:
-    """Pack one weight into its parts, on the CPU.
-
-    Raises:
-        CheckpointError: If the shape, the bits, the scales or the zeros have no place in the format.
-    """
-    spec, (rows, columns) = weight.grid.spec, weight.codes.shape
-    fault = target_fault(rows, columns, ModuleSettings(spec.bits, spec.group_size, spec.symmetric))
-    if fault:
-        raise CheckpointError(fault)
-    zeros = weight.grid.zeros.cpu()
-    parts = {
-        "weight_packed": pack_lines(weight.codes.cpu().T, spec.bits).T.contiguous(),
-        "weight_scale": half_scales(weight.grid.scales).contiguous(),
-        "weight_shape": torch.tensor([rows, columns]),
-    }
-    if not spec.symmetric:
-        parts["weight_zero_point"] = pack_lines(zeros, spec.bits).contiguous()
-    elif bool((zeros != spec.middle).any()):
-        raise CheckpointError(f"a symmetric weight has zeros other than {spec.middle}")
-    return parts
-
-
-def layout_fault(parts: Layout, stated: ModuleSettings) -> str | None:
-    """What is wrong with the parts of one weight as found in a checkpoint, in one sentence; None if nothing is."""
-    for part in PARTS:
-        if part not in parts and (part != "weight_zero_point" or not stated.symmetric):
-            return f"{part} is missing"
-        if part in parts and 0 in parts[part][1]:
-            return f"{part} is empty"
-    for part, (dtype, shape) in parts.items():
-        wanted = _FLOATING if part == "weight_scale" else ("I64", "I32") if part == "weight_shape" else ("I32",)
-        if dtype not in wanted or len(shape) != (1 if part == "weight_shape" else 2):
-            return f"{part} is {dtype} {list(shape)}, not {' or '.join(wanted)} of the right rank"
-    (rows, words), (_, groups) = parts["weight_packed"][1], parts["weight_scale"][1]
-    if WORD % stated.bits:
-        return f"{stated.bits} bits: packers of the format disagree about widths that do not divide 32"
-    per_word = WORD // stated.bits
-    expected = {
-        "weight_scale": (rows, stated.groups(words * per_word)),
-        "weight_zero_point": (-(-rows // per_word), groups),
-        "weight_shape": (2,),
-    }
-    for part, shape in expected.items():
-        if part in parts and parts[part][1] != shape:
-            return (
-                f"{part} is {list(parts[part][1])}, but {list(shape)} goes with weight_packed {[rows, words]} at "
-                f"{stated.bits} bits and group size {stated.group_size}"
-            )
-    return None
+def _group(group: Any, where: str, layout: Any) -> tuple[list[str], GridSpec]:
+    """What a group says: of which modules, and how they are quantized."""
+    if not isinstance(group, dict):
+        raise SourceError(f"{where} is a {type(group).__name__}, not an object")
+    patterns = _patterns(group.get("targets"), f"{where}.targets")
+    weights, layout = group.get("weights"), group.get("format") or layout
+    if layout != _VARIANT:
+        raise SourceError(f"{where}: format is {layout!r}; only {_VARIANT} can be decoded")
+    if not isinstance(weights, dict) or weights.get("type") != "int":
+        raise SourceError(f"{where}: weights are not integers")
+    if group.get("input_activations") or group.get("output_activations"):
+        raise SourceError(f"{where}: activations are quantized too, which cannot be decoded")
+    bits, strategy, group_size = weights.get("num_bits"), weights.get("strategy"), weights.get("group_size")
+    if type(bits) is not int or bits not in _WIDTHS:
+        raise SourceError(f"{where}: num_bits is {bits!r}; known are {', '.join(map(str, _WIDTHS))}")
+    if weights.get("actorder") == "group":
+        raise SourceError(f"{where}: actorder is 'group', a permutation of the inputs, which cannot be decoded")
+    if strategy == "channel":
+        group_size = -1
+    elif strategy != "group" or type(group_size) is not int or not 0 < group_size < LARGEST_GROUP:
+        raise SourceError(f"{where}: strategy {strategy!r} with group_size {group_size!r} cannot be decoded")
+    return patterns, GridSpec(bits, group_size, bool(weights.get("symmetric", True)))
 
 
-def weight_shape(parts: Layout, stated: ModuleSettings) -> tuple[int, int]:
-    """Rows and columns of a weight whose parts have no `layout_fault`; columns that fill no word are counted full."""
-    rows, words = parts["weight_packed"][1]
-    return rows, words * WORD // stated.bits
+def _matches(pattern: str, name: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), name) is not None
+    return pattern == name
 
 
-def dequantize(parts: Mapping[str, Tensor], stated: ModuleSettings, variant: str) -> Tensor:
-    """Decode one weight to float32 [rows, columns], whoever wrote it.
-
-    Raises:
-        CheckpointError: If parts are missing or do not fit together.
-    """
-    return unpack(parts, stated, variant).dequantize()
-
-
-def unpack(parts: Mapping[str, Tensor], stated: ModuleSettings, _variant: str) -> QuantizedWeight:
-    """Read one weight back as codes on a grid.
-
-    Raises:
-        CheckpointError: If parts are missing or do not fit together.
-    """
-    fault = layout_fault(layout_of(parts), stated)
-    if fault:
-        raise CheckpointError(fault)
-    rows, columns = parts["weight_shape"].tolist()
-    codes = unpack_lines(parts["weight_packed"], stated.bits)
-    if rows != codes.shape[0] or not 0 <= codes.shape[1] - columns < WORD // stated.bits:
-        raise CheckpointError(f"weight_shape says {[rows, columns]}, but weight_packed holds {list(codes.shape)}")
-    codes, scales = codes[:, :columns].contiguous(), parts["weight_scale"]
-    spec = GridSpec(stated.bits, stated.symmetric, stated.group_size, scales.dtype)
-    if columns % spec.width(columns):
-        raise CheckpointError(f"group size {stated.group_size} does not divide {columns} inputs")
-    if stated.symmetric:
-        zeros = torch.full(scales.shape, spec.middle, dtype=torch.uint8)
-    else:
-        zeros = unpack_lines(parts["weight_zero_point"].T, stated.bits)[:, :rows].T.contiguous()
-    return QuantizedWeight(codes, Grid(spec, scales.contiguous(), zeros))
-
-
-def value_faults(parts: Mapping[str, Tensor], stated: ModuleSettings, _variant: str) -> Iterator[str]:
-    """One sentence per fault in the values of one weight, given its parts without `layout_fault`."""
-    rows, columns = parts["weight_shape"].tolist()
-    held, words = parts["weight_packed"].shape
-    if rows != held or not 0 <= words * WORD // stated.bits - columns < WORD // stated.bits:
-        yield f"weight_shape says {[rows, columns]}, but weight_packed is {[held, words]}"
-    elif stated.group_size != -1 and columns % stated.group_size:
-        yield f"group size {stated.group_size} does not divide {columns} inputs; vLLM cannot open this"
-    scales = parts["weight_scale"]
-    bad = int((~(torch.isfinite(scales) & (scales > 0))).sum())
-    if bad:
-        yield f"weight_scale has {bad} values that are not finite and positive"
-    if stated.symmetric and "weight_zero_point" in parts:
-        yield "the config says symmetric, but there is a weight_zero_point"
+def _is_class(pattern: str) -> bool:
+    return not pattern.startswith("re:") and "." not in pattern and pattern[:1].isupper()

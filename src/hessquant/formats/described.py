@@ -1,22 +1,32 @@
 """What a config has to say: every module that a reader could take for quantized, and how it is quantized, or not.
 
+How clients read what it says is here as well, so that every module can be compared with what they take it for.
+
 The modules are those of a plan, under every name that readers have for them. Servers make one module of some, and of
 all experts of a layer, and look the settings up by that one's name; so those are modules here, too.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from hessquant.errors import PlanError
-from hessquant.formats.dialect import Stated, block_of, module_of, settings_of
-from hessquant.formats.exact import expressions
-from hessquant.formats.fused import FUSED, parts_by_owner
-from hessquant.formats.spellings import prefixes_vary, without_prefix
-from hessquant.records import Plan, Target
+from hessquant.errors import PlanError, SourceError
+from hessquant.formats.fused import sets_among
+from hessquant.formats.names import HEAD, expressions, module_of, prefixes_vary, spellings, without_prefix
+from hessquant.records import GridSpec, Plan, Target
 
-_HEAD = "lm_head"
+LARGEST_GROUP = 1 << 31
+"""Group sizes from here on fit no weight, and some do not fit the arithmetic."""
+
+_INSIDE = ".0.gate_proj"
+"""A module that readers may make inside one that holds experts."""
+
 _OF_EXPERT = re.compile(r"(.*\bexperts)\.\d+\..+")
+
+Stated = GridSpec | None
+"""How a module is quantized by a config; None = left in 16 bit."""
 
 
 @dataclass(frozen=True)
@@ -63,20 +73,32 @@ class Description:
         chosen = [
             module
             for module in self.modules
-            if module.settings == settings and (named_head or not (module.is_head and module.known[0].endswith(_HEAD)))
+            if module.settings == settings and (named_head or not (module.is_head and module.known[0].endswith(HEAD)))
         ]
-        around = tuple(f"{self.plain(name)}." for module in chosen if module.with_all_inside for name in module.known)
+        plain = without_prefix if self.any_prefix else str
+        around = tuple(f"{plain(name)}." for module in chosen if module.with_all_inside for name in module.known)
         found: list[str] = []
         for with_all_inside in (False, True):
             names = [name for module in chosen if module.with_all_inside == with_all_inside for name in module.known]
             # What is inside others is said with them.
-            names = [name for name in names if not self.plain(name).startswith(around)]
+            names = [name for name in names if not plain(name).startswith(around)]
             found += expressions(names, any_prefix=self.any_prefix, with_all_inside=with_all_inside)
         return found
 
-    def plain(self, name: str) -> str:
-        """A name without the words that readers may change, if they may."""
-        return without_prefix(name) if self.any_prefix else name
+    @property
+    def head(self) -> DescribedModule | None:
+        """The head, if it is quantized."""
+        return next((module for module in self.modules if module.is_head and module.settings is not None), None)
+
+
+def common_settings(targets: Iterable[Target]) -> GridSpec:
+    """The settings that most targets have."""
+    return Counter(target.grid for target in targets).most_common(1)[0][0]
+
+
+def block_of(target: Target, plan: Plan) -> str:
+    """Module name of the block that holds a target; empty for the head, which is in none."""
+    return plan.blocks[target.block] if target.block < len(plan.blocks) else ""
 
 
 def description_of(plan: Plan) -> Description:
@@ -86,14 +108,15 @@ def description_of(plan: Plan) -> Description:
         PlanError: If some reader knows two weights with different settings by one name.
     """
     known = [
-        *(DescribedModule(_names(t, plan), settings_of(t), not block_of(t, plan)) for t in plan.targets),
+        *(DescribedModule(_names(t, plan), t.grid, not block_of(t, plan)) for t in plan.targets),
         *_left_alone(plan),
     ]
     any_prefix = prefixes_vary(name for module in known for name in module.known)
+    plain = without_prefix if any_prefix else str
     stated: dict[str, DescribedModule] = {}
     for module in known:
         for name in module.known:
-            other = stated.setdefault(without_prefix(name) if any_prefix else name, module)
+            other = stated.setdefault(plain(name), module)
             if other.settings != module.settings:
                 raise PlanError(
                     f"{module.known[0]} and {other.known[0]} would be quantized differently, but clients know both as "
@@ -149,11 +172,10 @@ def _left_alone(plan: Plan) -> Iterator[DescribedModule]:
 def _fused(stated: Mapping[str, Stated], architecture: str) -> dict[str, Stated]:
     """What servers make one module of, where its parts are alike; under that one's name."""
     made: dict[str, Stated] = {}
-    for owner, leaves in parts_by_owner(stated).items():
-        for fused in (fused for fused in FUSED if fused.holds_for(architecture)):
-            settings = {stated[leaves[part]] for part in fused.parts if part in leaves}
-            if len(settings) == 1 and leaves.keys() >= set(fused.parts):
-                made[f"{owner}.{fused.name}" if owner else fused.name] = settings.pop()
+    for fused, owner, members in sets_among(stated):
+        settings = {stated[module] for module in members}
+        if fused.holds_for(architecture) and len(settings) == 1 and len(members) == len(fused.parts):
+            made[f"{owner}.{fused.name}" if owner else fused.name] = settings.pop()
     return made
 
 
@@ -166,3 +188,79 @@ def _of_experts(stated: Mapping[str, Stated]) -> dict[str, Stated]:
             experts.setdefault(found[1], set()).add(settings)
     alike = {owner: settings.pop() for owner, settings in experts.items() if len(settings) == 1}
     return alike | {f"{owner}.routed_experts": settings for owner, settings in alike.items()}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How some clients read a `quantization_config`.
+
+    Attributes:
+        clients: Who reads it so.
+        module: How a module is quantized, by its name.
+        by_made_names: Whether modules that servers make of several are looked up by their own names.
+        heads_apart: Whether a head is quantized only where the config says so of heads.
+    """
+
+    clients: str
+    module: Callable[[str], Stated]
+    by_made_names: bool = False
+    heads_apart: bool = False
+
+    def names(self, module: DescribedModule, description: Description) -> Iterator[str]:
+        """The names that a module is looked up by."""
+        if module.is_made and not self.by_made_names:
+            return
+        for name in spellings(module.known, any_prefix=description.any_prefix and self.by_made_names):
+            yield from (name, name + _INSIDE) if module.with_all_inside else (name,)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a `quantization_config` says.
+
+    Attributes:
+        variant: Which of the dialect's variants the parts are in, e.g. "gptq_v2".
+        readings: How clients read it; the first is ours too.
+    """
+
+    variant: str
+    readings: tuple[Reading, ...]
+
+    def module(self, name: str) -> Stated:
+        """How a module is quantized."""
+        return self.readings[0].module(name)
+
+    def misread(self, description: Description) -> str | None:
+        """One sentence on a module that some client would read as quantized otherwise than it is; None if none would.
+
+        Args:
+            description: The modules as they are.
+        """
+        for module in description.modules:
+            for reading in self.readings:
+                for name in reading.names(module, description):
+                    if reading.module(name) != module.settings:
+                        return (
+                            f"{module.known[0]} is {said(module.settings)}, but by its config {reading.clients} would "
+                            f"take {name} for {said(reading.module(name))}"
+                        )
+        return None
+
+
+def said(settings: Stated) -> str:
+    """How a module is quantized, in words."""
+    return "left in 16 bit" if settings is None else str(settings)
+
+
+def compiled(pattern: str, where: str) -> re.Pattern[str]:
+    """A regular expression out of somebody's config.
+
+    Raises:
+        SourceError: If it is none.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return re.compile(pattern)
+    except (re.error, OverflowError, RecursionError, FutureWarning) as error:
+        raise SourceError(f"{where} holds {pattern!r:.200}, which is not a regular expression: {error}") from error

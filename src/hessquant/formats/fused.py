@@ -4,10 +4,10 @@ Read in vLLM 0.32.0 (`packed_modules_mapping` and `stacked_params_mapping` of it
 are the last words of module names; the parts are those of one module.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-_VLLM, _SGLANG = "vllm", "sglang"
+_VLLM, _SGLANG, _BOTH = ("vllm",), ("sglang",), ("vllm", "sglang")
 
 
 @dataclass(frozen=True)
@@ -21,90 +21,74 @@ class FusedSet:
         source: Where that was read.
         everywhere: Whether no server that knows these names keeps them apart, so that a checkpoint in which they differ
             is of no use. Others are fused in some models, or by some servers: there the client's verdict says so.
-        architectures: Beginnings of the classes' names that it holds for; empty = all.
+        architecture: Beginning of the classes' names that it holds for; empty = all.
     """
 
     name: str
     parts: tuple[str, ...]
     clients: tuple[str, ...]
     source: str
-    everywhere: bool = False
-    architectures: tuple[str, ...] = ()
+    everywhere: bool
+    architecture: str
 
     def holds_for(self, architecture: str) -> bool:
         """Whether it is made for a class of models."""
-        return not self.architectures or architecture.startswith(self.architectures)
-
-    def members(self, leaves: Mapping[str, str]) -> list[str]:
-        """Those modules of one owner, by their last words, that it is made of; none where there are fewer than two."""
-        found = [leaves[part] for part in self.parts if part in leaves]
-        return found if len(found) > 1 else []
+        return architecture.startswith(self.architecture)
 
 
-_BOTH = (_VLLM, _SGLANG)
+def _made(
+    name: str, parts: str, clients: tuple[str, ...], source: str, everywhere: bool = False, only: str = ""
+) -> FusedSet:
+    return FusedSet(name, tuple(parts.split()), clients, source, everywhere, only)
+
+
 FUSED = (
-    FusedSet("qkv_proj", ("q_proj", "k_proj", "v_proj"), _BOTH, "vLLM models/llama.py, SGLang models/llama.py", True),
-    FusedSet("gate_up_proj", ("gate_proj", "up_proj"), _BOTH, "vLLM models/llama.py, SGLang models/llama.py", True),
-    FusedSet("gate_up_proj", ("c_fc_0", "c_fc_1"), _BOTH, "vLLM models/exaone.py, SGLang models/exaone.py", True),
-    FusedSet("w13", ("w1", "w3"), _BOTH, "vLLM models/lfm2.py; SGLang models/lfm2_moe.py names it gate_up_proj", True),
-    FusedSet("gate_up_proj", ("w1", "w3"), _BOTH, "vLLM models/internlm2.py, SGLang models/internlm2.py", True),
-    FusedSet("qkv_proj", ("query", "key", "value"), (_VLLM,), "vLLM models/bert.py, models/roberta.py"),
-    FusedSet(
+    _made("qkv_proj", "q_proj k_proj v_proj", _BOTH, "vLLM models/llama.py, SGLang models/llama.py", True),
+    _made("gate_up_proj", "gate_proj up_proj", _BOTH, "vLLM models/llama.py, SGLang models/llama.py", True),
+    _made("gate_up_proj", "c_fc_0 c_fc_1", _BOTH, "vLLM models/exaone.py, SGLang models/exaone.py", True),
+    _made("w13", "w1 w3", _BOTH, "vLLM models/lfm2.py; SGLang models/lfm2_moe.py names it gate_up_proj", True),
+    _made("gate_up_proj", "w1 w3", _BOTH, "vLLM models/internlm2.py, SGLang models/internlm2.py", True),
+    _made("qkv_proj", "query key value", _VLLM, "vLLM models/bert.py, models/roberta.py"),
+    _made(
         "fused_qkv_a_proj",
-        ("q_a_proj", "kv_a_proj_with_mqa"),
-        (_VLLM,),
+        "q_a_proj kv_a_proj_with_mqa",
+        _VLLM,
         "vLLM models/deepseek_v2.py, models/glm4_moe_lite.py, models/deepseek_v32",
     ),
-    FusedSet(
+    _made(
         "fused_qkv_a_proj_with_mqa",
-        ("q_a_proj", "kv_a_proj_with_mqa"),
-        (_SGLANG,),
+        "q_a_proj kv_a_proj_with_mqa",
+        _SGLANG,
         "SGLang models/deepseek_v2.py, models/longcat_flash.py",
     ),
-    FusedSet("in_proj_qkvz", ("in_proj_qkv", "in_proj_z"), _BOTH, "vLLM models/qwen3_5.py, SGLang models/qwen3_5.py"),
-    FusedSet("in_proj_ba", ("in_proj_b", "in_proj_a"), _BOTH, "vLLM models/qwen3_5.py, SGLang models/qwen3_5.py"),
-    FusedSet("wk_weights_proj", ("wk", "weights_proj"), _BOTH, "vLLM models/deepseek_v2.py, SGLang dsa_indexer.py"),
-    FusedSet("fused_wqa_wkv", ("wq_a", "wkv"), (_VLLM,), "vLLM models/deepseek_v4"),
-    FusedSet("kv_proj", ("k_proj", "v_proj"), _BOTH, "vLLM models/whisper.py (encoder_attn)", False, ("Whisper",)),
-    FusedSet(
+    _made("in_proj_qkvz", "in_proj_qkv in_proj_z", _BOTH, "vLLM models/qwen3_5.py, SGLang models/qwen3_5.py"),
+    _made("in_proj_ba", "in_proj_b in_proj_a", _BOTH, "vLLM models/qwen3_5.py, SGLang models/qwen3_5.py"),
+    _made("wk_weights_proj", "wk weights_proj", _BOTH, "vLLM models/deepseek_v2.py, SGLang dsa_indexer.py"),
+    _made("fused_wqa_wkv", "wq_a wkv", _VLLM, "vLLM models/deepseek_v4"),
+    _made("kv_proj", "k_proj v_proj", _BOTH, "vLLM models/whisper.py (encoder_attn)", only="Whisper"),
+    _made(
         "in_proj_qkvg",
-        ("q_proj", "k_proj", "v_proj", "g_proj"),
-        (_VLLM,),
+        "q_proj k_proj v_proj g_proj",
+        _VLLM,
         "vLLM models/olmo_hybrid.py (linear_attn)",
-        False,
-        ("OlmoHybrid",),
+        only="OlmoHybrid",
     ),
-    FusedSet(
-        "qkvb_proj",
-        ("q_proj", "k_proj", "v_proj", "b_proj"),
-        (_VLLM,),
-        "vLLM models/bailing_moe_v3.py",
-        False,
-        ("BailingMoeV3",),
-    ),
-    FusedSet(
-        "in_proj_qkvgfab",
-        ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj"),
-        (_VLLM,),
-        "vLLM models/kimi_k3",
-        False,
-        ("Kimi",),
-    ),
-    FusedSet(
-        "qkv_proj",
-        ("q_proj", "k_proj", "v_proj", "index_q_proj", "index_k_proj"),
-        (_VLLM,),
-        "vLLM models/minimax_m3",
-        False,
-        ("MiniMaxM3",),
+    _made("qkvb_proj", "q_proj k_proj v_proj b_proj", _VLLM, "vLLM models/bailing_moe_v3.py", only="BailingMoeV3"),
+    _made("in_proj_qkvgfab", "q_proj k_proj v_proj b_proj f_a_proj", _VLLM, "vLLM models/kimi_k3", only="Kimi"),
+    _made(
+        "qkv_proj", "q_proj k_proj v_proj index_q_proj index_k_proj", _VLLM, "vLLM models/minimax_m3", only="MiniMaxM3"
     ),
 )
 
 
-def parts_by_owner(modules: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Modules by the module that they are in, and there by their last word."""
+def sets_among(modules: Iterable[str]) -> Iterator[tuple[FusedSet, str, list[str]]]:
+    """Every set that has two or more of its parts among these modules: with the module they are in, and those parts."""
     owners: dict[str, dict[str, str]] = {}
     for module in modules:
         owner, _, leaf = module.rpartition(".")
         owners.setdefault(owner, {})[leaf] = module
-    return owners
+    for owner, leaves in owners.items():
+        for fused in FUSED:
+            members = [leaves[part] for part in fused.parts if part in leaves]
+            if len(members) > 1:
+                yield fused, owner, members

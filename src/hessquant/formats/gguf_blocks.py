@@ -1,4 +1,4 @@
-"""Codes as GGUF blocks: an exact repack, and a decoder of the bytes that shares nothing with it.
+"""Codes as GGUF blocks: an exact repack. What it makes is decoded by the gguf package, which shares nothing with it.
 
 Every 32 inputs of a row are one block: a float16 scale d, then 32 integers q. Nothing is rounded, since only the
 integers are shifted; a group of several blocks repeats its scale.
@@ -13,76 +13,54 @@ A type with a minimum (Q4_1, Q5_1) would round it, scale * zero, to float16, so 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
 from torch import Tensor
 
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError
-from hessquant.formats.dialect import ModuleSettings, half_scales
+from hessquant.formats.bits import half_scales
+from hessquant.formats.dialect import ragged, refuse
+from hessquant.records import GridSpec
 
 BLOCK = 32
 """Inputs per block."""
 
+_Q4_0, _Q5_0, _Q8_0 = GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q5_0, GGMLQuantizationType.Q8_0
+BLOCK_TYPES: Mapping[GGMLQuantizationType, int] = {_Q4_0: 4, _Q5_0: 5, _Q8_0: 8}
+"""Bits per integer of every type of block that is written."""
+
 _HALF = BLOCK // 2
-_SCALE_BYTES = 2
 _BYTES_PER_CHUNK = 1 << 22
 
 
-@dataclass(frozen=True)
-class BlockType:
-    """One type of block.
-
-    Attributes:
-        kind: As the file names it.
-        bits: Bits per integer.
-        offset: What is added to `code - zero`.
-        bytes: Bytes of a block.
-    """
-
-    kind: GGMLQuantizationType
-    bits: int
-    offset: int
-    bytes: int
+def block_type(grid: GridSpec) -> GGMLQuantizationType:
+    """The narrowest type that holds every weight on such a grid."""
+    if grid.bits <= 4:
+        return _Q4_0 if grid.symmetric else _Q5_0
+    return _Q5_0 if grid.bits == 5 and grid.symmetric else _Q8_0
 
 
-Q4_0 = BlockType(GGMLQuantizationType.Q4_0, bits=4, offset=8, bytes=18)
-Q5_0 = BlockType(GGMLQuantizationType.Q5_0, bits=5, offset=16, bytes=22)
-Q8_0 = BlockType(GGMLQuantizationType.Q8_0, bits=8, offset=0, bytes=34)
-
-BLOCK_TYPES: Mapping[GGMLQuantizationType, BlockType] = {block.kind: block for block in (Q4_0, Q5_0, Q8_0)}
-
-
-def block_type(stated: ModuleSettings) -> BlockType:
-    """The narrowest type that holds every weight of these settings."""
-    if stated.bits <= 4:
-        return Q4_0 if stated.symmetric else Q5_0
-    return Q5_0 if stated.bits == 5 and stated.symmetric else Q8_0
-
-
-def target_fault(rows: int, columns: int, stated: ModuleSettings) -> str | None:
+def target_fault(rows: int, columns: int, grid: GridSpec) -> str | None:
     """Why a weight has no GGUF form, in one sentence; None if it has one."""
-    bits, group_size = stated.bits, stated.group_size
+    bits, group_size = grid.bits, grid.group_size
     if not 2 <= bits <= 8:
         return f"GGUF has no blocks for {bits} bits; choose 2 to 8"
-    if bits == 8 and not stated.symmetric:
+    if bits == 8 and not grid.symmetric:
         return "asymmetric codes of 8 bits less their zeros do not fit GGUF's 8-bit blocks; choose symmetric, or 7 bits"
     if columns % BLOCK:
         return f"{columns} inputs are no whole number of GGUF's blocks of {BLOCK}; leave this weight in 16 bit"
     if group_size != -1 and group_size % BLOCK:
         return f"group size {group_size} is no multiple of GGUF's blocks of {BLOCK} inputs; choose one that is, or -1"
-    if group_size != -1 and columns % group_size:
-        return f"group size {group_size} does not divide {columns} inputs; choose a divisor or -1"
-    return None
+    return ragged(columns, grid, "; choose a divisor or -1")
 
 
-def packed_bytes(rows: int, columns: int, stated: ModuleSettings) -> int:
+def packed_bytes(rows: int, columns: int, grid: GridSpec) -> int:
     """Bytes of a weight that has no `target_fault`."""
-    return rows * columns // BLOCK * block_type(stated).bytes
+    return rows * columns // BLOCK * int(GGML_QUANT_SIZES[block_type(grid)][1])
 
 
 def pack(weight: QuantizedWeight) -> Tensor:
@@ -94,32 +72,29 @@ def pack(weight: QuantizedWeight) -> Tensor:
     Raises:
         CheckpointError: If the shape, the settings, the scales or the codes have no place in the blocks.
     """
-    spec, (rows, columns) = weight.grid.spec, weight.codes.shape
-    stated = ModuleSettings(spec.bits, spec.group_size, spec.symmetric)
-    fault = target_fault(rows, columns, stated)
-    if fault:
-        raise CheckpointError(fault)
-    block, repeats = block_type(stated), spec.width(columns) // BLOCK
+    grid, (rows, columns) = weight.grid.spec, weight.codes.shape
+    refuse(target_fault(rows, columns, grid))
+    kind, repeats = block_type(grid), grid.width(columns) // BLOCK
     scales = half_scales(weight.grid.scales).repeat_interleave(repeats, dim=1)
     zeros = weight.grid.zeros.cpu().to(torch.int16).repeat_interleave(repeats, dim=1)
-    integers = weight.codes.cpu().reshape(rows, -1, BLOCK).to(torch.int16)
-    integers += block.offset - zeros.unsqueeze(-1)
-    least, most = (-128, 127) if block.bits == 8 else (0, (1 << block.bits) - 1)
-    if bool(((integers < least) | (integers > most)).any()):
-        raise CheckpointError(f"a code less its zero does not fit {block.kind.name}; choose symmetric, or fewer bits")
-    parts = [scales.unsqueeze(-1).contiguous().view(torch.uint8), *_integer_bytes(integers, block)]
+    integers = weight.codes.cpu().reshape(rows, -1, BLOCK).to(torch.int16) - zeros.unsqueeze(-1)
+    half = 1 << (BLOCK_TYPES[kind] - 1)
+    if bool(((integers < -half) | (integers >= half)).any()):
+        raise CheckpointError(f"a code less its zero does not fit {kind.name}; choose symmetric, or fewer bits")
+    parts = [scales.unsqueeze(-1).contiguous().view(torch.uint8), *_integer_bytes(integers, kind)]
     return torch.cat(parts, dim=-1).flatten(1)
 
 
-def _integer_bytes(integers: Tensor, block: BlockType) -> list[Tensor]:
-    """Bytes uint8 [rows, blocks, n] that hold integers int16 [rows, blocks, 32]."""
-    if block.bits == 8:
+def _integer_bytes(integers: Tensor, kind: GGMLQuantizationType) -> list[Tensor]:
+    """Bytes uint8 [rows, blocks, n] that hold `code - zero` int16 [rows, blocks, 32]."""
+    if kind == _Q8_0:
         return [integers.to(torch.int8).view(torch.uint8)]
-    low = (integers & 15).to(torch.uint8)
+    integers = (integers + (1 << (BLOCK_TYPES[kind] - 1))).to(torch.uint8)
+    low = integers & 15
     nibbles = low[..., :_HALF] | low[..., _HALF:] << 4
-    if block.bits == 4:
+    if kind == _Q4_0:
         return [nibbles]
-    fifth = (integers >> 4).to(torch.uint8).view(*integers.shape[:2], 4, 8)
+    fifth = (integers >> 4).view(*integers.shape[:2], 4, 8)
     places = torch.arange(8, dtype=torch.uint8)
     return [(fifth << places).sum(-1, dtype=torch.uint8), nibbles]
 
@@ -133,43 +108,17 @@ def unpack(packed: Tensor, kind: GGMLQuantizationType) -> Tensor:
     Raises:
         CheckpointError: If the type is none of the three, or the bytes are no whole blocks.
     """
-    block = BLOCK_TYPES.get(kind)
-    if block is None:
+    if kind not in BLOCK_TYPES:
         raise CheckpointError(f"blocks of type {kind.name} cannot be decoded")
-    rows, width = packed.shape
-    if width % block.bytes:
-        raise CheckpointError(f"rows of {width} bytes are no whole blocks of type {kind.name}, of {block.bytes} bytes")
-    octets = packed.numpy().reshape(-1, block.bytes)
-    values = np.empty((len(octets), BLOCK), dtype=np.float32)
-    step = max(1, _BYTES_PER_CHUNK // block.bytes)
-    for start in range(0, len(octets), step):
-        values[start : start + step] = _decoded(octets[start : start + step], block)
-    return torch.from_numpy(values).view(rows, -1)
-
-
-def _decoded(octets: npt.NDArray[np.uint8], block: BlockType) -> npt.NDArray[np.float32]:
-    """Values float32 [blocks, 32] of blocks uint8 [blocks, bytes]."""
-    scales = np.ascontiguousarray(octets[:, :_SCALE_BYTES]).view("<f2").astype(np.float32)
-    content = octets[:, _SCALE_BYTES:]
-    if block.bits == 8:
+    (rows, width), size = packed.shape, int(GGML_QUANT_SIZES[kind][1])
+    if width % size:
+        raise CheckpointError(f"rows of {width} bytes are no whole blocks of type {kind.name}, of {size} bytes")
+    values = torch.empty(rows, width // size * BLOCK)
+    # The package holds everything that it decodes in one call twice, so only some rows at a time.
+    step = max(1, _BYTES_PER_CHUNK // max(1, width))
+    for start in range(0, rows, step):
+        # Zero times a damaged scale is no error here: whoever looks for damage looks at the values.
         with np.errstate(invalid="ignore"):
-            return np.ascontiguousarray(content).view(np.int8).astype(np.float32) * scales
-    fifths, nibbles = content[:, :-_HALF], content[:, -_HALF:]
-    values = np.concatenate([_NIBBLES[0][nibbles], _NIBBLES[1][nibbles]], axis=1)
-    if block.bits == 5:
-        values += np.unpackbits(fifths, axis=1, bitorder="little").astype(np.float32) * np.float32(16)
-    values -= np.float32(block.offset)
-    # Zero times a damaged scale is no error here: whoever looks for damage looks at the values.
-    with np.errstate(invalid="ignore"):
-        values *= scales
+            decoded = dequantize(packed[start : start + step].numpy(), kind)
+        values[start : start + step] = torch.from_numpy(decoded)
     return values
-
-
-def _nibble_table() -> npt.NDArray[np.float32]:
-    """What the lower and the upper four bits of each byte are worth, [2, 256]; read off its bits."""
-    digits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-    worth = np.array([1, 2, 4, 8], dtype=np.float32)
-    return np.stack([digits[:, :4] @ worth, digits[:, 4:] @ worth]).astype(np.float32)
-
-
-_NIBBLES = _nibble_table()

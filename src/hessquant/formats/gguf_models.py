@@ -134,6 +134,7 @@ def place_tensors(
     if family.always_tied and not tied:
         raise PlanError(f"{family.name} models have a head of their own nowhere in GGUF, but this one's is not tied")
     places: dict[str, Place] = {}
+    taken: dict[str, str] = {}
     for name in names:
         if _LEFT_OUT.search(name):
             continue
@@ -142,8 +143,16 @@ def place_tensors(
             raise PlanError(f"{name}: {family.name} models have no such tensor in GGUF")
         if found == _HEAD and tied:
             continue  # the embedding is the head, whatever a checkpoint also holds
+        if taken.setdefault(found, name) != name:
+            raise PlanError(f"{name} and {taken[found]} have one and the same place in GGUF, {found}")
         places[name] = _placed(name, found, family, heads)
-    _check_places(places, family, blocks, tied)
+    # What some block holds, every other must.
+    modules = {found.split(".")[2] for found in taken if found.startswith("blk.") and found.endswith(".weight")}
+    needed = {_EMBEDDING, "output_norm.weight"} | (set() if tied else {_HEAD})
+    needed |= {f"blk.{block}.{module}.weight" for block in range(blocks) for module in modules}
+    missing = min(needed - set(taken), default=None)
+    if missing is not None:
+        raise PlanError(f"no tensor of the checkpoint goes to {missing}, which {family.name} models have in GGUF")
     return places
 
 
@@ -157,21 +166,3 @@ def _placed(name: str, found: str, family: Family, heads: Mapping[str, int]) -> 
         heads=heads.get(module, 0) if family.interleaved else 0,
         plus_one=family.shifted_norms and module.endswith("norm"),
     )
-
-
-def _check_places(places: Mapping[str, Place], family: Family, blocks: int, tied: bool) -> None:
-    taken: dict[str, str] = {}
-    for name, place in places.items():
-        if place.name in taken:
-            raise PlanError(f"{name} and {taken[place.name]} have one and the same place in GGUF, {place.name}")
-        taken[place.name] = name
-    needed = {_EMBEDDING, "output_norm.weight"} | (set() if tied else {_HEAD})
-    needed |= {f"blk.{block}.{module}.weight" for block in range(blocks) for module in _modules(taken)}
-    missing = min(needed - set(taken), default=None)
-    if missing is not None:
-        raise PlanError(f"no tensor of the checkpoint goes to {missing}, which {family.name} models have in GGUF")
-
-
-def _modules(taken: Iterable[str]) -> set[str]:
-    """Modules that some block holds, so that every other must."""
-    return {name.split(".")[2] for name in taken if name.startswith("blk.") and name.endswith(".weight")}

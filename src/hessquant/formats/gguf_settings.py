@@ -119,10 +119,7 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     full = stated.get("full_attention", stated)
     found = dict(full) if isinstance(full, Mapping) else {}
     found["rope_type"] = found.pop("rope_type", None) or found.pop("type", None) or "default"
-    found.setdefault("rope_theta", config.get("rope_theta"))
-    if found["rope_theta"] is None:
-        del found["rope_theta"]
-    return found
+    return {"rope_theta": config.get("rope_theta"), **found}
 
 
 def has_rope_factors(config: Mapping[str, Any]) -> bool:

@@ -7,7 +7,7 @@ text. A tokenizer that does something else has no form, and is refused by what i
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gguf import TokenType
@@ -66,13 +66,15 @@ class Vocabulary:
     space_prefix: bool | None
 
 
-@dataclass(frozen=True)
-class Added:
+def added_token(text: str, special: bool) -> Piece:
     """A token that is found in text before anything else is done."""
-
-    id: int
-    text: str
-    special: bool
+    # Some are meant for control and not marked so, as converters of llama.cpp take it.
+    framed = (("<|", "|>"), ("<\uff5c", "\uff5c>"), ("<unused", ">"))
+    special = special or text in ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
+    if special or any(text.startswith(start) and text.endswith(end) for start, end in framed):
+        return Piece(text, _ADDED, TokenType.CONTROL)
+    # llama.cpp looks for them in the text as it came.
+    return Piece(text.replace(SPACE, " "), _ADDED, TokenType.USER_DEFINED)
 
 
 def read_vocabulary(tokenizer: Mapping[str, Any], size: int, pieces: Sequence[Piece] | None = None) -> Vocabulary:
@@ -93,61 +95,69 @@ def read_vocabulary(tokenizer: Mapping[str, Any], size: int, pieces: Sequence[Pi
         if model.get(name):
             raise PlanError(f"tokenizers with {name} {model[name]!r:.50} have no GGUF form")
     texts = {int(number): str(text) for text, number in model["vocab"].items()}
-    added = [
-        Added(int(a["id"]), str(a["content"]), bool(a.get("special"))) for a in tokenizer.get("added_tokens") or ()
-    ]
+    added = {
+        int(token["id"]): added_token(str(token["content"]), bool(token.get("special")))
+        for token in tokenizer.get("added_tokens") or ()
+    }
     if model.get("byte_fallback"):
-        return _joined(tokenizer, texts, added, size, pieces)
-    kinds: dict[int, int] = dict.fromkeys(texts, TokenType.NORMAL)
-    _add(added, texts, kinds)
+        prefix = _space_prefix(tokenizer)
+        if pieces is None or any(texts.get(number, piece.text) != piece.text for number, piece in enumerate(pieces)):
+            pieces = _ranked(model, texts, texts.keys() - added.keys())
+        return read_pieces(pieces, added, size, prefix)
     pre = _name_of_split(tokenizer, bool(model.get("ignore_merges")))
-    texts_by_id, kinds_by_id = _filled(texts, kinds, size)
-    return Vocabulary("gpt2", pre, texts_by_id, kinds_by_id, None, None)
+    found = {number: Piece(text, 0.0, TokenType.NORMAL) for number, text in texts.items()}
+    return replace(_vocabulary("gpt2", pre, found, added, size, None), scores=None)
 
 
-def read_pieces(pieces: Sequence[Piece], added: Sequence[Added], size: int, space_prefix: bool) -> Vocabulary:
-    """Read a sentencepiece model on its own.
+def read_pieces(pieces: Sequence[Piece], added: Mapping[int, Piece], size: int, space_prefix: bool) -> Vocabulary:
+    """Read a sentencepiece model on its own, with the tokens that were added to it by their ids.
 
     Raises:
         PlanError: If it has more tokens than the embedding has rows, or one twice.
     """
-    user_defined = TokenType.USER_DEFINED
-    texts = {
-        number: piece.text.replace(SPACE, " ") if piece.kind == user_defined else piece.text
+    found = {
+        number: replace(piece, text=piece.text.replace(SPACE, " ")) if piece.kind == TokenType.USER_DEFINED else piece
         for number, piece in enumerate(pieces)
     }
-    kinds = {number: piece.kind for number, piece in enumerate(pieces)}
-    scores = {number: piece.score for number, piece in enumerate(pieces)}
-    _add(added, texts, kinds)
-    scores |= {token.id: _ADDED for token in added}
-    texts_by_id, kinds_by_id = _filled(texts, kinds, size)
-    by_id = tuple(scores.get(number, _PADDED) for number in range(size))
-    return Vocabulary("llama", "default", texts_by_id, kinds_by_id, by_id, space_prefix)
+    return _vocabulary("llama", "default", found, added, size, space_prefix)
 
 
-def _joined(
-    tokenizer: Mapping[str, Any],
-    texts: Mapping[int, str],
-    added: Sequence[Added],
-    size: int,
-    pieces: Sequence[Piece] | None,
+def _vocabulary(
+    model: str, pre: str, pieces: dict[int, Piece], added: Mapping[int, Piece], size: int, space_prefix: bool | None
 ) -> Vocabulary:
-    prefix = _space_prefix(tokenizer)
-    if pieces is not None and all(texts.get(number, piece.text) == piece.text for number, piece in enumerate(pieces)):
-        return read_pieces(pieces, added, size, prefix)
-    model = tokenizer["model"]
-    normal = set(texts) - {token.id for token in added}
+    """Tokens of every id below `size`."""
+    for number, token in added.items():
+        unknown = number in pieces and pieces[number].kind == TokenType.UNKNOWN
+        pieces[number] = replace(pieces[number], score=_ADDED) if unknown else token
+    if max(pieces, default=0) >= size:
+        raise PlanError(f"the tokenizer has a token of id {max(pieces)}, but the embedding has {size} rows")
+    if min(pieces, default=0) < 0:
+        raise PlanError(f"the tokenizer has a token of id {min(pieces)}")
+    every = [pieces.get(number) or Piece(f"[PAD{number}]", _PADDED, TokenType.UNUSED) for number in range(size)]
+    seen: dict[str, int] = {}
+    for number, piece in enumerate(every):
+        if seen.setdefault(piece.text, number) != number:
+            raise PlanError(
+                f"tokens {seen[piece.text]} and {number} are both {piece.text!r:.100}, which llama.cpp does not open"
+            )
+    texts, scores, kinds = zip(*((piece.text, piece.score, int(piece.kind)) for piece in every), strict=True)
+    return Vocabulary(model, pre, texts, kinds, scores, space_prefix)
+
+
+def _ranked(model: Mapping[str, Any], texts: Mapping[int, str], normal: set[int]) -> list[Piece]:
+    """Pieces that make joining by score the same as merging by rank."""
     scores = _scores(texts, normal, model["merges"])
-    made = []
+    pieces = []
     for number in range(max(texts) + 1):
         text = texts.get(number, f"[PAD{number}]")
-        kind = TokenType.BYTE if _BYTE.fullmatch(text) else TokenType.NORMAL
         if number not in texts:
             kind = TokenType.UNUSED
         elif text == model.get("unk_token"):
             kind = TokenType.UNKNOWN
-        made.append(Piece(text, scores.get(number, _UNREACHABLE), kind))
-    return read_pieces(made, added, size, prefix)
+        else:
+            kind = TokenType.BYTE if _BYTE.fullmatch(text) else TokenType.NORMAL
+        pieces.append(Piece(text, scores.get(number, _UNREACHABLE), kind))
+    return pieces
 
 
 def _scores(texts: Mapping[int, str], normal: set[int], merges: Sequence[Any]) -> dict[int, float]:
@@ -239,35 +249,3 @@ def _steps(stated: Any, key: str) -> list[Mapping[str, Any]]:
 
 def _shown(step: Mapping[str, Any]) -> str:
     return f"{dict(step)!r:.200}"
-
-
-def _add(added: Sequence[Added], texts: dict[int, str], kinds: dict[int, int]) -> None:
-    for token in added:
-        special = token.special or _looks_special(token.text)
-        if kinds.get(token.id) == TokenType.UNKNOWN:
-            continue
-        kinds[token.id] = TokenType.CONTROL if special else TokenType.USER_DEFINED
-        # llama.cpp looks for them in the text as it came.
-        texts[token.id] = token.text if special else token.text.replace(SPACE, " ")
-
-
-def _looks_special(text: str) -> bool:
-    """Whether a token that is not marked so is meant for control, as converters of llama.cpp take it."""
-    framed = (("<|", "|>"), ("<\uff5c", "\uff5c>"), ("<unused", ">"))
-    return text in ("<pad>", "<mask>", "<2mass>", "[@BOS@]") or any(
-        text.startswith(start) and text.endswith(end) for start, end in framed
-    )
-
-
-def _filled(texts: Mapping[int, str], kinds: Mapping[int, int], size: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Tokens and kinds of every id below `size`."""
-    if max(texts, default=0) >= size:
-        raise PlanError(f"the tokenizer has a token of id {max(texts)}, but the embedding has {size} rows")
-    if min(texts, default=0) < 0:
-        raise PlanError(f"the tokenizer has a token of id {min(texts)}")
-    every = tuple(texts.get(number, f"[PAD{number}]") for number in range(size))
-    seen: dict[str, int] = {}
-    for number, text in enumerate(every):
-        if seen.setdefault(text, number) != number:
-            raise PlanError(f"tokens {seen[text]} and {number} are both {text!r:.100}, which llama.cpp does not open")
-    return every, tuple(int(kinds.get(number, TokenType.UNUSED)) for number in range(size))

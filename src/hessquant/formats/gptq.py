@@ -1,4 +1,4 @@
-"""The tensors of the GPTQ format: packing a quantized weight, and decoding what any writer packed.
+"""The GPTQ format: its tensors and its `quantization_config`, written from a plan, and read whoever wrote them.
 
 A weight [rows, columns] under the prefix X becomes
 
@@ -11,179 +11,285 @@ Packed values are one little-endian bit stream in 32-bit words; at 3 bits, 32 va
 Checkpoint format "gptq" (v1) stores `zero - 1`, "gptq_v2" stores `zero`.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Literal
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from hessquant.core.grid import Grid, GridSpec, QuantizedWeight
-from hessquant.errors import CheckpointError
-from hessquant.formats.bits import WORD, pack_lines, unpack_lines
-from hessquant.formats.dialect import Layout, ModuleSettings, half_scales, layout_of
+from hessquant.config import Config
+from hessquant.core.grid import QuantizedWeight
+from hessquant.errors import CheckpointError, SourceError
+from hessquant.formats.described import (
+    LARGEST_GROUP,
+    Description,
+    Reading,
+    Settings,
+    Stated,
+    block_of,
+    common_settings,
+    compiled,
+)
+from hessquant.formats.dialect import FLOATING, INTEGERS, Dialect, layout_of, ragged, refuse, scale_faults
+from hessquant.formats.names import HEAD, module_of
+from hessquant.records import GridSpec
 
-CheckpointFormat = Literal["gptq", "gptq_v2"]
-
-BITS = (2, 3, 4, 8)
-"""Code widths that readers of the format know."""
-
-PARTS = ("qweight", "qzeros", "scales", "g_idx")
-_FLOATING = ("F16", "BF16", "F32")
-
-
-def target_fault(rows: int, columns: int, stated: ModuleSettings) -> str | None:
-    """Why a weight has no GPTQ form, in one sentence; None if it has one."""
-    bits, group_size = stated.bits, stated.group_size
-    if bits not in BITS:
-        return f"the GPTQ format has no readers for {bits} bits; choose one of {', '.join(map(str, BITS))}"
-    for count, what in ((columns, "inputs"), (rows, "outputs")):
-        if count * bits % WORD:
-            return f"{count} {what} of {bits} bits do not fill whole 32-bit words; leave this weight in 16 bit"
-    if group_size != -1 and columns % group_size:
-        return f"group size {group_size} does not divide {columns} inputs; choose a divisor or -1"
-    return None
+_OPTIMUM_BLOCKS = (
+    *("transformer.h", "model.decoder.layers", "gpt_neox.layers", "model.layers", "model.language_model.layers", "h"),
+    *("decoder.layers", "layers"),
+)
+"""Where optimum 2.3 (`gptq/constants.py`) looks for blocks; others have to be named."""
 
 
-def layout(rows: int, columns: int, stated: ModuleSettings) -> Layout:
-    """Dtype and shape of each part of a weight that has no `target_fault`."""
-    groups = stated.groups(columns)
-    return {
-        "qweight": ("I32", (columns * stated.bits // WORD, rows)),
-        "qzeros": ("I32", (groups, rows * stated.bits // WORD)),
-        "scales": ("F16", (groups, rows)),
-        "g_idx": ("I32", (columns,)),
-    }
+class Gptq(Dialect):
+    """The GPTQ dialect; a missing `g_idx` means the natural order of the inputs."""
 
+    title = "GPTQ"
+    widths = (2, 3, 4, 8)
+    variants = ("gptq", "gptq_v2")
+    parts: ClassVar = {"qweight": INTEGERS, "qzeros": INTEGERS, "scales": FLOATING, "g_idx": INTEGERS}
+    codes, zeros, scales, fourth = "qweight", "qzeros", "scales", "g_idx"
+    fourth_size, optional = 0, ("g_idx",)
+    transposed, always_zeros, any_groups = True, True, True
 
-def layout_fault(parts: Layout, stated: ModuleSettings) -> str | None:
-    """What is wrong with the parts of one weight as found in a checkpoint, in one sentence; None if nothing is.
+    def choose_variant(self, weights: Iterable[QuantizedWeight]) -> str:
+        """v1 for symmetric weights; v2 otherwise.
 
-    A missing `g_idx` is not a fault here: it means the natural order of the inputs.
-    """
-    bits = stated.bits
-    for part in PARTS[:3]:
-        if part not in parts:
-            return f"{part} is missing"
-        if 0 in parts[part][1]:
-            return f"{part} is empty"
-    for part, (dtype, shape) in parts.items():
-        wanted = _FLOATING if part == "scales" else ("I32",)
-        if dtype not in wanted or len(shape) != (1 if part == "g_idx" else 2):
-            return f"{part} is {dtype} {list(shape)}, not {' or '.join(wanted)} of the right rank"
-    (words, rows), (groups, _) = parts["qweight"][1], parts["scales"][1]
-    columns = words * WORD // bits
-    if words * WORD % bits:
-        return f"qweight has {words} words per row, which do not hold whole codes of {bits} bits"
-    expected = {"qzeros": (groups, rows * bits // WORD), "scales": (groups, rows), "g_idx": (columns,)}
-    for part, shape in expected.items():
-        if part in parts and parts[part][1] != shape:
-            return (
-                f"{part} is {list(parts[part][1])}, but {list(shape)} goes with qweight "
-                f"{[words, rows]} at {bits} bits and {groups} groups"
-            )
-    return None
+        A zero of 0 would wrap in v1, and GPTQModel takes asymmetric v1 of no other writer than itself.
+        """
+        return "gptq" if all(weight.grid.spec.symmetric for weight in weights) else "gptq_v2"
 
-
-def weight_shape(parts: Layout, stated: ModuleSettings) -> tuple[int, int]:
-    """Rows and columns of a weight whose parts have no `layout_fault`."""
-    words, rows = parts["qweight"][1]
-    return rows, words * WORD // stated.bits
-
-
-def choose_checkpoint_format(weights: Iterable[QuantizedWeight]) -> CheckpointFormat:
-    """The most widely read variant that holds these weights.
-
-    v1 for symmetric weights; v2 otherwise: a zero of 0 would wrap in v1, and GPTQModel takes asymmetric v1 of no other
-    writer than itself.
-    """
-    return "gptq" if all(weight.grid.spec.symmetric for weight in weights) else "gptq_v2"
-
-
-def pack(weight: QuantizedWeight, checkpoint_format: str) -> dict[str, Tensor]:
-    """Pack one weight into its parts, on the CPU.
-
-    Raises:
-        CheckpointError: If the shape, the bits, the scales or (in v1) a zero of 0 have no place in the format.
-    """
-    spec = weight.grid.spec
-    rows, columns = weight.codes.shape
-    fault = target_fault(rows, columns, ModuleSettings(spec.bits, spec.group_size, spec.symmetric))
-    if fault:
-        raise CheckpointError(fault)
-    zeros = weight.grid.zeros.cpu()
-    if checkpoint_format == "gptq":
-        if bool((zeros == 0).any()):
+    def stored_zeros(self, zeros: Tensor, variant: str) -> Tensor:
+        """In v1 less 1, so that it has no place for a zero of 0."""
+        if variant == "gptq" and bool((zeros == 0).any()):
             raise CheckpointError("a zero of 0 wraps in checkpoint format gptq; write gptq_v2")
-        zeros = zeros - 1
-    width = spec.width(columns)
-    return {
-        "qweight": pack_lines(weight.codes.cpu().T, spec.bits).contiguous(),
-        "qzeros": pack_lines(zeros, spec.bits).T.contiguous(),
-        "scales": half_scales(weight.grid.scales).T.contiguous(),
-        "g_idx": (torch.arange(columns) // width).to(torch.int32),
-    }
+        return zeros - 1 if variant == "gptq" else zeros
+
+    def read_zeros(self, parts: Mapping[str, Tensor], grid: GridSpec, variant: str) -> Tensor:
+        """Zeros uint8 [rows, groups]; v1's all-ones value is read as a wrapped 0."""
+        zeros = super().read_zeros(parts, grid, variant)
+        return (zeros + 1) & grid.top if variant == "gptq" else zeros
+
+    def fourth_part(self, rows: int, columns: int, grid: GridSpec) -> Tensor:
+        """The group of each input."""
+        return _natural(columns, grid).to(torch.int32)
+
+    def dequantize(self, parts: Mapping[str, Tensor], grid: GridSpec, variant: str) -> Tensor:
+        """Values float32 [rows, columns]; `g_idx` is taken literally."""
+        codes, zeros, scales = self.streams(parts, grid, variant)
+        groups, columns = scales.shape[1], codes.shape[1]
+        if "g_idx" in parts:
+            group_index = parts["g_idx"].cpu().to(torch.int64)
+        elif columns % groups:
+            raise CheckpointError(f"g_idx is missing, and {groups} groups do not divide {columns} inputs")
+        else:
+            group_index = torch.arange(columns) // (columns // groups)
+        refuse(_index_fault(group_index, groups))
+        values = codes.to(torch.float32)
+        values -= zeros[:, group_index]
+        values *= scales.to(torch.float32)[:, group_index]
+        return values
+
+    def unpack(self, parts: Mapping[str, Tensor], grid: GridSpec, variant: str) -> QuantizedWeight:
+        """Codes on a grid, which holds no permutation of the inputs."""
+        weight = super().unpack(parts, grid, variant)
+        if "g_idx" in parts:
+            group_index = parts["g_idx"].cpu().to(torch.int64)
+            refuse(_index_fault(group_index, weight.grid.scales.shape[1]))
+            if not torch.equal(group_index, _natural(len(group_index), grid)):
+                raise CheckpointError("g_idx permutes the inputs, which codes on a grid cannot hold")
+        return weight
+
+    def value_faults(self, parts: Mapping[str, Tensor], grid: GridSpec, variant: str) -> Iterator[str]:
+        """Faults in the groups, the scales and the zeros."""
+        columns, groups = self.weight_shape(layout_of(parts), grid)[1], len(parts["scales"])
+        fault = ragged(columns, grid, "; vLLM cannot open this")
+        if fault:
+            yield fault
+        if groups != grid.groups(columns):
+            made = grid.groups(columns)
+            yield f"scales has {groups} groups, but the config's group size {grid.group_size} makes {made}"
+        yield from scale_faults("scales", parts["scales"])
+        zeros = self.read_zeros(parts, grid, variant)
+        if variant == "gptq" and bool((zeros == 0).any()):
+            yield "qzeros holds a zero that wraps in checkpoint format gptq; readers differ in what it means"
+        elif grid.symmetric and bool((zeros != grid.middle).any()):
+            yield f"the config says symmetric, but qzeros stands for zeros other than {grid.middle}"
+        if "g_idx" not in parts:
+            yield "g_idx is missing; transformers cannot open this"
+            return
+        group_index = parts["g_idx"].to(torch.int64)
+        fault = _index_fault(group_index, groups)
+        if fault:
+            yield fault
+        elif not torch.equal(group_index, _natural(columns, grid)):
+            yield "g_idx permutes the inputs; vLLM reads such a weight wrongly or not at all"
+
+    def describe(self, description: Description, config: Config | None, variant: str, version: str) -> dict[str, Any]:
+        """The `quantization_config` of exactly what a checkpoint written after a plan holds (`Dialect.describe`)."""
+        plan = description.plan
+        common = common_settings(plan.targets)
+        described: dict[str, Any] = {
+            "quant_method": "gptq",
+            "bits": common.bits,
+            "group_size": common.group_size,
+            # The columns' order is undone before packing, so no reader has to know it.
+            "desc_act": False,
+            "sym": common.symmetric,
+            HEAD: description.head is not None,
+            "checkpoint_format": variant,
+            "pack_dtype": "int32",
+            "true_sequential": True,
+            "meta": {"quantizer": [f"hessquant:{version}"]},
+        }
+        if config is not None:
+            described["static_groups"] = config.scales == "static"
+            # transformers refuses to open a checkpoint with damp_percent 0 or 1; the report states it anyway.
+            if 0 < config.damping < 1:
+                described["damp_percent"] = config.damping
+        dynamic = _dynamic(description, common)
+        if dynamic:
+            described["dynamic"] = dynamic
+        # vLLM, SGLang and GPTQModel read `dynamic`, optimum (for transformers) only the list; vLLM reads both, and
+        # looks at the tensors themselves where there is no list.
+        if _is_parted(description):
+            described["modules_in_block_to_quantize"] = _quantized_names(description)
+        blocks = plan.blocks[0].rpartition(".")[0]
+        if not blocks.startswith(_OPTIMUM_BLOCKS):
+            described["block_name_to_quantize"] = blocks
+        return described
+
+    def read_settings(self, described: Mapping[str, Any]) -> Settings:
+        """Read a `quantization_config`, whoever wrote it.
+
+        Raises:
+            SourceError: If it is not of the GPTQ format or says something that has no meaning.
+        """
+        checkpoint_format = described.get("checkpoint_format", "gptq")
+        if checkpoint_format not in self.variants:
+            raise SourceError(f"checkpoint_format is {checkpoint_format!r}; known are {self.variants}")
+        if described.get("pack_dtype", "int32") != "int32":
+            raise SourceError(f"pack_dtype is {described['pack_dtype']!r}; only int32 can be decoded")
+        dynamic = described.get("dynamic") or {}
+        if not isinstance(dynamic, dict):
+            raise SourceError(f"dynamic is a {type(dynamic).__name__}, not an object")
+        default = _module_settings(described, "quantization_config")
+        overrides = tuple(_override(key, values, described) for key, values in dynamic.items())
+        listed = _listed(described.get("modules_in_block_to_quantize"))
+        whole = frozenset(listed or ())
+        with_head = bool(described.get(HEAD))
+
+        def by_pattern(name: str) -> Stated:
+            if name.rpartition(".")[2] == HEAD and not with_head:
+                return None
+            # The first pattern that matches the start of the name decides.
+            return next((settings for pattern, settings in overrides if pattern.match(name)), default)
+
+        def by_part_of_name(name: str) -> Stated:
+            # Most are listed under an end of their names; only for others each entry has to be looked for.
+            if listed is None or _has_end(name, whole) or any(part in name for part in listed):
+                return by_pattern(name)
+            return None
+
+        def by_end_of_name(name: str) -> Stated:
+            is_listed = listed is not None and (_has_end(name, whole) or name.endswith(listed))
+            return by_pattern(name) if is_listed else None
+
+        readings = [
+            Reading("vLLM", by_part_of_name, heads_apart=not with_head),
+            Reading("vLLM, SGLang and GPTQModel", by_pattern, by_made_names=True, heads_apart=not with_head),
+            *([] if listed is None else [Reading("transformers", by_end_of_name, heads_apart=not with_head)]),
+        ]
+        return Settings(checkpoint_format, tuple(readings))
 
 
-def dequantize(parts: Mapping[str, Tensor], stated: ModuleSettings, checkpoint_format: str) -> Tensor:
-    """Decode one weight to float32 [rows, columns], whoever wrote it; `g_idx` is taken literally.
-
-    Raises:
-        CheckpointError: If parts are missing or do not fit together.
-    """
-    codes, zeros, group_index = _unpack_parts(parts, stated, checkpoint_format)
-    scales = parts["scales"].to(torch.float32).T
-    values = codes.to(torch.float32)
-    values -= zeros.T[:, group_index]
-    values *= scales[:, group_index]
-    return values
+def _natural(columns: int, grid: GridSpec) -> Tensor:
+    """Group of each input int64 [columns], where they are in order; the last group may be ragged."""
+    return torch.arange(columns) // (columns if grid.group_size == -1 else grid.group_size)
 
 
-def unpack(parts: Mapping[str, Tensor], stated: ModuleSettings, checkpoint_format: str) -> QuantizedWeight:
-    """Read one weight back as codes on a grid; the same decoder as `dequantize`.
-
-    Raises:
-        CheckpointError: If parts are missing, do not fit together, or are on no grid of these settings.
-    """
-    codes, zeros, group_index = _unpack_parts(parts, stated, checkpoint_format)
-    columns, scales = codes.shape[1], parts["scales"]
-    spec = GridSpec(stated.bits, stated.symmetric, stated.group_size, scales.dtype)
-    groups = stated.groups(columns)
-    if scales.shape[0] != groups or groups * spec.width(columns) != columns:
-        raise CheckpointError(f"{scales.shape[0]} groups, but group size {spec.group_size} makes {groups}")
-    if not torch.equal(group_index, torch.arange(columns) // spec.width(columns)):
-        raise CheckpointError("g_idx permutes the inputs, which codes on a grid cannot hold")
-    return QuantizedWeight(codes, Grid(spec, scales.T.contiguous(), zeros.T.contiguous()))
-
-
-def _unpack_parts(
-    parts: Mapping[str, Tensor], stated: ModuleSettings, checkpoint_format: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [rows, columns] and zeros [groups, rows], both uint8, and the group of each input."""
-    fault = layout_fault(layout_of(parts), stated)
-    if fault:
-        raise CheckpointError(fault)
-    codes = unpack_lines(parts["qweight"].T, stated.bits)
-    zeros = read_zeros(parts["qzeros"], stated.bits, checkpoint_format)
-    groups, columns = zeros.shape[0], codes.shape[1]
-    if "g_idx" in parts:
-        group_index = parts["g_idx"].cpu().to(torch.int64)
-    elif columns % groups:
-        raise CheckpointError(f"g_idx is missing, and {groups} groups do not divide {columns} inputs")
-    else:
-        group_index = torch.arange(columns) // (columns // groups)
-    fault = group_index_fault(group_index, groups)
-    if fault:
-        raise CheckpointError(fault)
-    return codes, zeros, group_index
-
-
-def read_zeros(qzeros: Tensor, bits: int, checkpoint_format: str) -> Tensor:
-    """Zeros uint8 [groups, rows] of packed `qzeros` [groups, words]; v1's all-ones value is read as a wrapped 0."""
-    zeros = unpack_lines(qzeros, bits)
-    return (zeros + 1) & ((1 << bits) - 1) if checkpoint_format == "gptq" else zeros
-
-
-def group_index_fault(group_index: Tensor, groups: int) -> str | None:
-    """Whether `g_idx` names a group that does not exist, in one sentence; None if not."""
+def _index_fault(group_index: Tensor, groups: int) -> str | None:
+    """That `g_idx` names a group that does not exist, in one sentence; None if it does not."""
     low, high = int(group_index.min()), int(group_index.max())
     return None if low >= 0 and high < groups else f"g_idx names groups {low} to {high}, but there are {groups}"
+
+
+def _has_end(name: str, ends: frozenset[str]) -> bool:
+    """Whether a name, or what follows one of its dots, is among these."""
+    parts = name.split(".")
+    return any(".".join(parts[first:]) in ends for first in range(len(parts)))
+
+
+def _listed(names: Any) -> tuple[str, ...] | None:
+    """The names in `modules_in_block_to_quantize`, a list of them or of lists of them; None if there are none."""
+    if not names:
+        return None
+    flat = [name for group in names for name in (group if isinstance(group, list) else [group])]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in flat):
+        raise SourceError("modules_in_block_to_quantize is not a list of lists of names")
+    return tuple(flat)
+
+
+def _override(key: str, values: Any, described: Mapping[str, Any]) -> tuple[re.Pattern[str], Stated]:
+    """One entry of `dynamic`: "-:" leaves modules alone, "+:" or nothing overrides their settings."""
+    if not isinstance(values, dict):
+        raise SourceError(f"dynamic holds {values!r} under {key!r}, not an object")
+    pattern = compiled(key.removeprefix("-:").removeprefix("+:"), "dynamic")
+    return pattern, None if key.startswith("-:") else _module_settings({**described, **values}, key)
+
+
+def _module_settings(values: Mapping[str, Any], where: str) -> GridSpec:
+    bits, group_size, symmetric = values.get("bits"), values.get("group_size", -1), values.get("sym", True)
+    if type(bits) is not int or bits not in Gptq.widths:
+        raise SourceError(f"{where}: bits is {bits!r}; known are {', '.join(map(str, Gptq.widths))}")
+    if type(group_size) is not int or not (group_size == -1 or 0 < group_size < LARGEST_GROUP):
+        raise SourceError(f"{where}: group_size is {group_size!r}; it must be -1 or positive")
+    return GridSpec(bits, group_size, bool(symmetric))
+
+
+def _dynamic(description: Description, common: GridSpec) -> dict[str, dict[str, Any]]:
+    """What is left in 16 bit, and what has other settings than most. A head in 16 bit is said by `lm_head`."""
+    entries: dict[str, dict[str, Any]] = {
+        f"-:{pattern}": {} for pattern in description.patterns(None, named_head=False)
+    }
+    usual = _stated(common)
+    for settings in dict.fromkeys(module.settings for module in description.modules):
+        if settings is not None and settings != common:
+            differences = {name: value for name, value in _stated(settings).items() if value != usual[name]}
+            entries |= {f"+:{pattern}": differences for pattern in description.patterns(settings)}
+    return entries
+
+
+def _stated(settings: GridSpec) -> dict[str, Any]:
+    return {"bits": settings.bits, "group_size": settings.group_size, "sym": settings.symmetric}
+
+
+def _is_parted(description: Description) -> bool:
+    """Whether something in the blocks that is a module of its own to transformers is left in 16 bit."""
+    blocks = tuple(f"{block}." for block in description.plan.blocks)
+    skipped = (module for module in description.modules if module.settings is None and not module.with_all_inside)
+    return any(name.startswith(blocks) for module in skipped for name in module.known)
+
+
+def _quantized_names(description: Description) -> list[list[str]]:
+    """Names of the quantized modules, those that share inputs together.
+
+    Readers take a name as part of a module's full name (optimum: its end; vLLM: anywhere in it). Names relative to
+    the block are the custom, and are enough unless a skipped module has one of them too, because it is skipped in one
+    block and not in another, or is in another part of the model, or loading renames some; then full names say which is
+    meant, those of the checkpoint and those of transformers' model.
+    """
+    plan = description.plan
+    names = {module.known[0]: module.known for module in description.modules if module.settings is not None}
+    by_input: dict[str, list[str]] = {}
+    for target in plan.targets:
+        by_input.setdefault(target.shares_input_with, []).append(module_of(target.name))
+    groups = list(by_input.values())
+    prefixes = {module_of(target.name): f"{block_of(target, plan)}." for target in plan.targets}
+    relative = [[name.removeprefix(prefixes[name]) for name in group] for group in groups]
+    skipped = [name for module in description.modules if module.settings is None for name in module.known]
+    ambiguous = any(name in other for group in relative for name in group for other in skipped)
+    if ambiguous or description.any_prefix or any(len(known) > 1 for known in names.values()):
+        return [[known for name in group for known in names[name]] for group in groups]
+    return [list(group) for group in dict.fromkeys(map(tuple, relative))]

@@ -1,8 +1,8 @@
 """Pieces of a sentencepiece model file, read without its library: a protocol buffer of which two fields matter."""
 
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from hessquant.errors import SourceError
 
@@ -10,7 +10,8 @@ _PIECES, _TRAINER, _NORMALIZER = 1, 2, 3
 _TEXT, _SCORE, _KIND = 1, 2, 3
 _MODEL_TYPE, _PREFIX = 3, 3
 _BPE, _NORMAL = 2, 1
-_VARINT, _WORD64, _BYTES, _WORD32 = 0, 1, 2, 5
+_VARINT, _BYTES = 0, 2
+_NUMBERS = {1: struct.Struct("<d"), 5: struct.Struct("<f")}
 
 
 @dataclass(frozen=True)
@@ -28,77 +29,60 @@ class Piece:
     kind: int
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """A model's pieces by their ids, and whether it puts a space in front of text."""
-
-    pieces: tuple[Piece, ...]
-    space_prefix: bool
-
-
-def read_model(content: bytes) -> Pieces:
-    """Read a sentencepiece model.
+def read_model(content: bytes) -> tuple[list[Piece], bool]:
+    """Read a sentencepiece model: its pieces by their ids, and whether it puts a space in front of text.
 
     Raises:
         SourceError: If it is none, or not one of the BPE type.
     """
-    pieces: list[Piece] = []
-    model_type, prefix = 1, True
     try:
-        for field, value in _fields(content):
-            if field == _PIECES and isinstance(value, bytes):
-                pieces.append(_piece(value))
-            elif field == _TRAINER and isinstance(value, bytes):
-                model_type = next((v for f, v in _fields(value) if f == _MODEL_TYPE and isinstance(v, int)), model_type)
-            elif field == _NORMALIZER and isinstance(value, bytes):
-                prefix = bool(next((v for f, v in _fields(value) if f == _PREFIX and isinstance(v, int)), prefix))
+        model = _fields(content)
+        found = [_fields(piece) for piece in model.get(_PIECES, ()) if isinstance(piece, bytes)]
+        pieces = [
+            Piece(_last(piece, _TEXT, b"").decode(), _last(piece, _SCORE, 0.0), _last(piece, _KIND, _NORMAL))
+            for piece in found
+        ]
+        model_type = _last(_fields(_last(model, _TRAINER, b"")), _MODEL_TYPE, 1)
+        prefix = bool(_last(_fields(_last(model, _NORMALIZER, b"")), _PREFIX, 1))
     except (ValueError, IndexError, struct.error) as error:
         raise SourceError(f"tokenizer.model is not a whole sentencepiece model ({error}); fetch it again") from error
     if not pieces:
         raise SourceError("tokenizer.model is not a sentencepiece model: it holds no pieces")
     if model_type != _BPE:
         raise SourceError(f"tokenizer.model is a sentencepiece model of type {model_type}, not BPE (2)")
-    return Pieces(tuple(pieces), prefix)
+    return pieces, prefix
 
 
-def _piece(content: bytes) -> Piece:
-    text, score, kind = "", 0.0, _NORMAL
-    for field, value in _fields(content):
-        if field == _TEXT and isinstance(value, bytes):
-            text = value.decode()
-        elif field == _SCORE and isinstance(value, float):
-            score = value
-        elif field == _KIND and isinstance(value, int):
-            kind = value
-    return Piece(text, score, kind)
+def _last(fields: dict[int, list[Any]], number: int, default: Any) -> Any:
+    """The last value of a field that is of the default's type, which counts; the default where there is none."""
+    return next((value for value in reversed(fields.get(number, ())) if isinstance(value, type(default))), default)
 
 
-def _fields(content: bytes) -> Iterator[tuple[int, int | float | bytes]]:
-    """Number and value of every field of a message."""
+def _fields(content: bytes) -> dict[int, list[Any]]:
+    """The values of a message by the numbers of its fields: whole numbers, floats and bytes."""
+    found: dict[int, list[Any]] = {}
     place = 0
     while place < len(content):
         key, place = _varint(content, place)
-        field, wire = key >> 3, key & 7
-        if wire == _VARINT:
+        value: int | float | bytes
+        if key & 7 == _VARINT:
             value, place = _varint(content, place)
-            yield field, value
-        elif wire == _WORD32:
-            yield field, struct.unpack_from("<f", content, place)[0]
-            place += 4
-        elif wire == _WORD64:
-            yield field, struct.unpack_from("<d", content, place)[0]
-            place += 8
-        elif wire == _BYTES:
+        elif key & 7 == _BYTES:
             length, place = _varint(content, place)
-            if place + length > len(content):
-                raise ValueError(f"a field ends at byte {place + length}, the message at {len(content)}")
-            yield field, content[place : place + length]
-            place += length
+            value, place = content[place : place + length], place + length
+            if place > len(content):
+                raise ValueError(f"a field ends at byte {place}, the message at {len(content)}")
+        elif key & 7 in _NUMBERS:
+            (value,) = _NUMBERS[key & 7].unpack_from(content, place)
+            place += _NUMBERS[key & 7].size
         else:
-            raise ValueError(f"a field has wire type {wire}")
+            raise ValueError(f"a field has wire type {key & 7}")
+        found.setdefault(key >> 3, []).append(value)
+    return found
 
 
 def _varint(content: bytes, place: int) -> tuple[int, int]:
+    """A whole number of up to ten bytes, and the place after it."""
     value = 0
     for shift in range(0, 70, 7):
         octet = content[place]

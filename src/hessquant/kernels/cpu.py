@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hessquant.core.grid import GridSpec, affine
+from hessquant.core.grid import affine
+from hessquant.records import GridSpec
 
 _TILE = 64
 

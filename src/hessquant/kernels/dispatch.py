@@ -7,9 +7,9 @@ from hessquant.config import AUTO_GROUP_SIZES, Config
 from hessquant.core import gptq
 from hessquant.core.factor import factorize
 from hessquant.core.gptq import Kernels, Solution
-from hessquant.core.grid import GridSpec
 from hessquant.errors import GridError
 from hessquant.kernels import cpu, twin
+from hessquant.records import GridSpec
 
 _TWIN = Kernels(twin.sweep_block, twin.search_scales)
 _CPU = Kernels(cpu.sweep_block, cpu.search_scales)
@@ -52,7 +52,7 @@ def solve(weight: Tensor, hessian: Tensor, config: Config | None = None) -> Solu
     columns = weight.shape[1]
     automatic = next((size for size in AUTO_GROUP_SIZES if columns % size == 0), -1)
     group_size = automatic if config.group_size == "auto" else config.group_size
-    spec = GridSpec(config.bits, config.symmetric, group_size)
+    spec = GridSpec(config.bits, group_size, config.symmetric)
     factor = factorize(
         hessian,
         damping=config.damping,

@@ -7,7 +7,8 @@ codes agree exactly, not just nearly.
 import torch
 from torch import Tensor
 
-from hessquant.core.grid import GridSpec, affine
+from hessquant.core.grid import affine
+from hessquant.records import GridSpec
 
 
 def sweep_block(
@@ -52,7 +53,7 @@ def search_scales(
         factors: Multiples of the min-max range to try.
 
     Returns:
-        Scales (spec.scale_dtype) and zeros (uint8), both [groups, rows].
+        Scales (dtype `scale_dtype(spec)`) and zeros (uint8), both [groups, rows].
 
     Raises:
         GridError: If a scale overflows its dtype.

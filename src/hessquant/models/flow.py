@@ -22,6 +22,10 @@ Halves = Literal["first and second", "in turn"]
 Chooser = Literal["router", "indexer"]
 """What only chooses: experts, or what attention looks at."""
 
+MIN_ROWS = 64
+"""A weight with fewer outputs is a gate, unless these are the hidden state or servers make it one matrix with larger
+ones: it is not worth its risk, and kernels need as many on each device (MIN_THREAD_N of vLLM's marlin_utils.py)."""
+
 _CHOICES = {
     function
     for name in ("topk", "argmax", "argsort", "sort")

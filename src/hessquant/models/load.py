@@ -1,5 +1,6 @@
 """Building a runnable model from tensors."""
 
+import copy
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -9,12 +10,12 @@ from transformers import PreTrainedModel
 
 from hessquant.errors import SourceError
 from hessquant.models.library import LIBRARY_ERRORS, from_config, quiet, reason
-from hessquant.models.source import ModelSource, load_config
+from hessquant.models.source import ModelSource
 
 _SHOWN = 5
 
 
-def build(source: ModelSource, state: Mapping[str, Tensor], *, trust_remote_code: bool = False) -> PreTrainedModel:
+def build(source: ModelSource, state: Mapping[str, Tensor]) -> PreTrainedModel:
     """The model with the weights of `state`: float32, on the CPU, in eval mode, without gradients.
 
     A tensor that is float32 already becomes the parameter itself, uncopied; every other dtype costs one copy.
@@ -23,19 +24,15 @@ def build(source: ModelSource, state: Mapping[str, Tensor], *, trust_remote_code
         source: The model; only its config is read.
         state: Every tensor of the checkpoint by its name there, decoded if it was quantized. A tied weight may
             be given once; tensors that the model class does not know are left out (a plan lists them).
-        trust_remote_code: Allow code that comes with the model to run.
 
     Raises:
         SourceError: If tensors are missing, or of another shape.
     """
-    config = load_config(source, trust_remote_code=trust_remote_code)
-    if hasattr(config, "quantization_config"):
-        # The weights in `state` are plain numbers; with this left in, transformers would build packed modules.
-        del config.quantization_config
+    config = copy.deepcopy(source.config)
     with quiet():
         try:
             with torch.device("meta"):
-                empty = from_config(config, trust_remote_code=trust_remote_code)
+                empty = from_config(config, trust_remote_code=source.trust_remote_code)
             loaded: Any = type(empty).from_pretrained(
                 None,
                 config=config,

@@ -104,30 +104,26 @@ class Probe:
 @uncollected()
 def probe(
     source: ModelSource,
-    config: PreTrainedConfig,
     tensors: Mapping[str, TensorInfo] = _NO_TENSORS,
     *,
     inputs: Mapping[str, Tensor] | None = None,
-    trust_remote_code: bool = False,
 ) -> Probe:
-    """Run the model that `config` describes on phantom weights and record its products.
+    """Run the model that the config describes on phantom weights and record its products.
 
     Args:
-        source: Named in errors; no weights are read.
-        config: The model's configuration; not changed.
+        source: The model; no weights are read.
         tensors: The checkpoint's tensors by name.
         inputs: What to run it on; None = a few made-up tokens.
-        trust_remote_code: Allow code that comes with the model to run.
 
     Raises:
         SourceError: If no model can be built of the config.
         PlanError: If the model's blocks cannot be found, or its forward pass fails.
     """
     with quiet(), torch.no_grad(), torch.random.fork_rng(devices=[]), _one_thread():
-        model = _build(source, config, trust_remote_code)
+        model = _build(source)
         lists = find_blocks(model)
         recorder = Recorder(model)
-        inputs = _made_up(config) if inputs is None else inputs
+        inputs = _made_up(source.config) if inputs is None else inputs
         with PhantomArithmetic(), recorder.flow, recorder.watch:
             _run(model, inputs, source.name)
         others = [block for blocks in lists[1:] for block in blocks]
@@ -150,7 +146,7 @@ def probe(
         converted=frozenset(filter(naming.is_converted, tensors)),
         buffers=frozenset(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)},
         routed=frozenset(recorder.routed),
-        decodes=predicts_next_token(config, trust_remote_code=trust_remote_code),
+        decodes=predicts_next_token(source.config, trust_remote_code=source.trust_remote_code),
     )
 
 
@@ -165,9 +161,9 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _build(source: ModelSource, config: PreTrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
+def _build(source: ModelSource) -> PreTrainedModel:
     try:
-        model = build_weightless(config, trust_remote_code=trust_remote_code)
+        model = build_weightless(source.config, trust_remote_code=source.trust_remote_code)
         give_phantoms(model)
         return model
     except LIBRARY_ERRORS as error:

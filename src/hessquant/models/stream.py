@@ -21,7 +21,7 @@ from hessquant.models.library import LIBRARY_ERRORS, quiet, reason, uncollected
 from hessquant.models.load import check_outcome
 from hessquant.models.naming import Naming
 from hessquant.models.siblings import block_of
-from hessquant.models.source import ModelSource, load_config
+from hessquant.models.source import ModelSource
 from hessquant.models.weightless import build_weightless
 from hessquant.records import TensorInfo
 
@@ -36,10 +36,9 @@ class StreamedModel:
             on, and every other buffer always.
 
     Args:
-        source: The model; its config is read.
+        source: The model.
         tensors: Every tensor of its checkpoint.
         read: Reads one of them, as stored.
-        trust_remote_code: Allow code that comes with the model to run.
 
     Raises:
         SourceError: If the model cannot be built, or tensors are missing or of another shape.
@@ -51,15 +50,13 @@ class StreamedModel:
         source: ModelSource,
         tensors: Mapping[str, TensorInfo],
         read: Callable[[str], Tensor],
-        *,
-        trust_remote_code: bool = False,
     ) -> None:
         self._name, self._read = source.name, read
         with quiet():
             try:
                 with torch.random.fork_rng(devices=[]):
                     self.model: PreTrainedModel = build_weightless(
-                        load_config(source, trust_remote_code=trust_remote_code), trust_remote_code=trust_remote_code
+                        source.config, trust_remote_code=source.trust_remote_code
                     )
                 naming = Naming(self.model, tensors)
             except LIBRARY_ERRORS as error:

@@ -4,8 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hessquant.checkpoint.gguf_inspect import inspect_gguf
-from hessquant.checkpoint.inspect import inspect_checkpoint
+from hessquant.checkpoint.inspect import inspect_checkpoint, inspect_gguf
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.config import Config
 from hessquant.models.source import only_gguf, resolve
@@ -15,7 +14,8 @@ from hessquant.pipeline.publishing import refuse_form
 from hessquant.pipeline.quantizing import quantize
 from hessquant.pipeline.windows import Calibration
 from hessquant.planning import plan as planning
-from hessquant.records import Inspection, Plan
+from hessquant.records import Plan
+from hessquant.results import Inspection
 
 __all__ = ["evaluate", "export", "inspect", "make_plan", "quantize"]
 
@@ -38,7 +38,7 @@ def make_plan(model: str, config: Config | None = None, *, calibration: str | It
         inputs = Calibration(source, calibration, config)
         inputs.check()
         plan = planning.make_plan(source, reader.tensors, config, inputs=inputs.sample)
-        refuse_form(config, reader, source.directory, plan)
+        refuse_form(config.format, reader, plan)
         return plan
 
 

@@ -18,7 +18,8 @@ from hessquant.config import Config
 from hessquant.core.hessian import HessianStatistics
 from hessquant.models.stream import StreamedModel
 from hessquant.planning.size import activation_budget, choose_capture
-from hessquant.records import LayerRecord, Plan, Progress, Target
+from hessquant.records import Plan, Target
+from hessquant.results import LayerRecord, Progress
 from hessquant.run.solve import TargetSolver, put_back
 from hessquant.run.store import FinishedBlock, RunStore
 

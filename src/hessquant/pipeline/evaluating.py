@@ -1,27 +1,25 @@
 """Measuring a model: text -> windows -> model -> numbers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hessquant.calibration.windows import evaluation_windows
-from hessquant.checkpoint.decode import decoded_state, quantization_of
 from hessquant.checkpoint.reader import CheckpointReader
-from hessquant.checkpoint.unpacked import UnpackedCheckpoint
+from hessquant.checkpoint.stacks import restacked
+from hessquant.checkpoint.unpacked import UnpackedCheckpoint, decoded_state, quantization_of
 from hessquant.errors import SourceError
 from hessquant.evaluation.measuring import evaluate_model
 from hessquant.models.context import context_of
 from hessquant.models.context import window_length as window_length_of
 from hessquant.models.library import predicts_next_token
 from hessquant.models.load import build
-from hessquant.models.probe import Probe, probe
-from hessquant.models.recorder import ProbedProduct
-from hessquant.models.source import ModelSource, load_config, load_tokenizer, resolve
+from hessquant.models.probe import probe
+from hessquant.models.source import ModelSource, resolve
 from hessquant.pipeline.windows import refuse_unfit_windows, refuse_window_length
-from hessquant.records import Evaluation, Progress
+from hessquant.results import Evaluation, Progress
 
 
 def evaluate(
@@ -51,49 +49,42 @@ def evaluate(
     """
     source = resolve(model, trust_remote_code=trust_remote_code)
     base = None if against is None else resolve(against, trust_remote_code=trust_remote_code)
-    described = _refuse_without_logits(source, trust_remote_code)
-    measured = [(source, described)]
-    if base is not None:
-        measured.append((base, _refuse_without_logits(base, trust_remote_code)))
-    for model_source, model_config in measured:
-        refuse_window_length(window_length, model_config, model_source.name)
-    length = window_length_of(window_length, *(context_of(model_config).least for _, model_config in measured))
-    tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
-    windows = evaluation_windows(text, tokenizer, num_windows=num_windows, window_length=length)
-    for _, model_config in measured:
-        refuse_unfit_windows(windows, model_config)
+    measured = [source] if base is None else [source, base]
+    for each in measured:
+        _refuse_without_logits(each)
+        refuse_window_length(window_length, each)
+    length = window_length_of(window_length, *(context_of(each.config).least for each in measured))
+    windows = evaluation_windows(text, source.tokenizer, num_windows=num_windows, window_length=length)
+    for each in measured:
+        refuse_unfit_windows(windows, each.config)
     return evaluate_model(
-        load_model(source, trust_remote_code),
+        load_model(source),
         windows,
         name=model,
         text="builtin" if text is None else text if text.startswith("hub:") else Path(text).name,
         window_length=length,
-        base=None if base is None else load_model(base, trust_remote_code),
+        base=None if base is None else load_model(base),
         base_name=against or "",
         progress=progress,
     )
 
 
-def _refuse_without_logits(source: ModelSource, trust_remote_code: bool) -> PreTrainedConfig:
-    described = load_config(source, trust_remote_code=trust_remote_code)
-    if not predicts_next_token(described, trust_remote_code=trust_remote_code):
+def _refuse_without_logits(source: ModelSource) -> None:
+    described = source.config
+    if not predicts_next_token(described, trust_remote_code=source.trust_remote_code):
         kind = "an encoder-decoder" if described.is_encoder_decoder else "no model that continues a text"
         name = next(iter(described.architectures or ()), type(described).__name__)
         raise SourceError(
             f"{source.name}: {name} is {kind}, so it has no perplexity to measure; the quantization report "
             "(hessquant-report.json) has the error of each of its layers"
         )
-    return described
 
 
-def load_model(
-    source: ModelSource, trust_remote_code: bool, inputs: Mapping[str, Tensor] | None = None
-) -> PreTrainedModel:
+def load_model(source: ModelSource, inputs: Mapping[str, Tensor] | None = None) -> PreTrainedModel:
     """The whole model in float32, decoded if it is quantized.
 
     Args:
         source: The model.
-        trust_remote_code: Allow code that comes with the model to run.
         inputs: Of its forward pass, for a model that takes more than text.
 
     Raises:
@@ -105,34 +96,8 @@ def load_model(
             state = decoded_state(reader)
         else:
             names = UnpackedCheckpoint(reader).tensors
-            model_config = load_config(source, trust_remote_code=trust_remote_code)
-            seen = probe(source, model_config, names, inputs=inputs, trust_remote_code=trust_remote_code)
+            seen = probe(source, names, inputs=inputs)
             transposed = {product.name for product in seen.products if product.transposed}
-            state = _restacked(decoded_state(reader, transposed=transposed), seen)
-    return build(source, state, trust_remote_code=trust_remote_code)
-
-
-def _restacked(state: Mapping[str, Tensor], seen: Probe) -> dict[str, Tensor]:
-    """The state with matrices that were taken apart from one tensor of the source put together again."""
-    stacks: dict[str, dict[int, list[ProbedProduct]]] = {}
-    for product in seen.products:
-        if product.part_of and product.name in state:
-            stacks.setdefault(product.part_of, {}).setdefault(product.locations[0].piece, []).append(product)
-    apart = {product.name for pieces in stacks.values() for members in pieces.values() for product in members}
-    put_together = {
-        name: torch.stack([_one_matrix(state, members) for _, members in sorted(pieces.items())])
-        for name, pieces in stacks.items()
-    }
-    return {name: tensor for name, tensor in state.items() if name not in apart} | put_together
-
-
-def _one_matrix(state: Mapping[str, Tensor], members: Sequence[ProbedProduct]) -> Tensor:
-    """The matrix of one expert as the source holds it, of those that have its rows."""
-    if len(members) == 1:
-        return state[members[0].name]
-    upright = torch.empty(sum(product.rows for product in members), members[0].columns)
-    for product in members:
-        first, step = product.part_rows
-        own = state[product.name].T if product.transposed else state[product.name]
-        upright[first::step][: product.rows].copy_(own)
-    return upright.T.contiguous() if members[0].transposed else upright
+            apart = decoded_state(reader, transposed=transposed)
+            state = restacked(apart, seen.products, lambda stack: stack.joined(apart))
+    return build(source, state)

@@ -8,19 +8,21 @@ from typing import Any
 
 from hessquant import __version__
 from hessquant.checkpoint.inspect import inspect_checkpoint
-from hessquant.checkpoint.output import holding, refuse_output
+from hessquant.checkpoint.output import QuantizedModel, holding, refuse_output
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.sidecars import refuse_sidecars
 from hessquant.checkpoint.unpacked import UnpackedCheckpoint
 from hessquant.config import Config, Override
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError, PlanError, SourceError
-from hessquant.formats.dialect import half_scales
+from hessquant.formats.bits import half_scales
+from hessquant.formats.names import module_of
 from hessquant.models.source import ModelSource, title_of
 from hessquant.pipeline.progress import SILENT
 from hessquant.pipeline.publishing import REPORTS, digest, refuse_form, report_in, write_verified
 from hessquant.planning.plan import plan_export
-from hessquant.records import ExportReport, Plan, Progress, RunReport
+from hessquant.records import Plan
+from hessquant.results import ExportReport, Progress, RunReport
 
 
 def export(
@@ -51,9 +53,9 @@ def export(
     started = time.perf_counter()
     with CheckpointReader(checkpoint) as reader:
         unpacked = UnpackedCheckpoint(reader)
-        source = ModelSource(str(checkpoint), checkpoint)
+        source = ModelSource(str(checkpoint), checkpoint, config.trust_remote_code)
         plan = plan_export(source, unpacked.tensors, unpacked.packed, config)
-        refuse_form(config, unpacked, checkpoint, plan)
+        refuse_form(config.format, unpacked, plan)
         if on_plan is not None:
             on_plan(plan)
         # What is in the files, but for the values: all is written again anyway.
@@ -65,24 +67,16 @@ def export(
         with holding(out):
             refuse_output(out, run, plan.output_bytes)
             _refuse_faulty(checkpoint, config)
-            _refuse_inexact(unpacked.weights, config, progress)
+            _refuse_inexact(unpacked, config, progress)
             solved = report_in(checkpoint)
-            written = write_verified(
-                out,
-                unpacked,
-                checkpoint,
-                plan,
-                unpacked.weights,
-                config,
-                solved_with=None if solved is None else _config_of(solved),
-                run=run,
-                progress=progress,
-            )
+            solved_with = None if solved is None else _config_of(solved)
+            result = QuantizedModel(unpacked, plan, unpacked, config, solved_with, REPORTS, __version__)
+            written = write_verified(out, result, run, progress)
             written.complete(None if solved is None else _retold(solved, plan, config, written.verified))
     return ExportReport(
         version=__version__,
         plan=plan,
-        source_format=unpacked.variant,
+        source_format=unpacked.settings.variant,
         format=config.format,
         verified_tensors=written.verified,
         output_bytes=plan.output_bytes,
@@ -105,7 +99,7 @@ def _refuse_inexact(weights: Mapping[str, QuantizedWeight], config: Config, prog
         try:
             half_scales(weights[name].grid.scales)
         except CheckpointError as error:
-            named = str(error).removeprefix(f"{name}: ")
+            named = str(error).removeprefix(f"{module_of(name)}: ")
             raise PlanError(f"{name} cannot be written as {config.format}: {named}") from error
         progress.advance(name)
 

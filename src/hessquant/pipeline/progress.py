@@ -1,6 +1,6 @@
 """Progress that nobody watches."""
 
-from hessquant.records import LayerRecord, Progress
+from hessquant.results import LayerRecord, Progress
 
 
 class _Silent:

@@ -2,35 +2,36 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from hessquant import __version__
-from hessquant.checkpoint.gguf_contents import gguf_fault
-from hessquant.checkpoint.gguf_verify import verify_gguf
-from hessquant.checkpoint.gguf_writer import write_gguf
-from hessquant.checkpoint.reader import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, TensorSource
-from hessquant.checkpoint.verify import verify
-from hessquant.checkpoint.writer import (
+from hessquant.checkpoint.gguf_writer import GgufDraft
+from hessquant.checkpoint.output import (
     GGUF_FILE,
+    Draft,
+    QuantizedModel,
     begin,
-    complete,
-    complete_gguf,
+    completing,
     withdraw,
-    write_checkpoint,
     write_text,
+    writing,
 )
-from hessquant.config import Config
-from hessquant.core.grid import QuantizedWeight
+from hessquant.checkpoint.reader import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, TensorSource
+from hessquant.checkpoint.writer import SafetensorsDraft
 from hessquant.errors import CheckpointError, PlanError
-from hessquant.records import Plan, Progress, RunReport
+from hessquant.formats import DIALECTS
+from hessquant.records import Plan
 from hessquant.report.html import PAGE_NAME, to_html
 from hessquant.report.json_report import REPORT_NAME, from_json, to_json
+from hessquant.results import Progress, RunReport
 
 REPORTS = (REPORT_NAME, PAGE_NAME)
 """Files beside a checkpoint that are written anew, never copied."""
+
+
+_DRAFTS: Mapping[str, type[Draft]] = {**dict.fromkeys(DIALECTS, SafetensorsDraft), "gguf": GgufDraft}
+"""By the name that `--format` takes."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Written:
 
     verified: int
     _out: Path
-    _complete: Callable[[], None]
+    _draft: Draft
 
     def complete(self, report: RunReport | None) -> None:
         """Make it a checkpoint to any reader, with the report of the run that quantized, if there is one, beside it.
@@ -52,9 +53,11 @@ class Written:
             CheckpointError: If the disk is full or fails, or files that were written are gone.
         """
         if report is not None:
-            write_text(self._out / REPORT_NAME, to_json(report))
-            write_text(self._out / PAGE_NAME, to_html(report))
-        self._complete()
+            for name, text in ((REPORT_NAME, to_json(report)), (PAGE_NAME, to_html(report))):
+                with writing(self._out / name):
+                    write_text(self._out / name, text)
+        with completing(self._out):
+            self._draft.reveal()
         if not is_complete(self._out):
             withdraw(self._out)
             raise CheckpointError(
@@ -63,53 +66,28 @@ class Written:
             )
 
 
-def write_verified(
-    out: Path,
-    source: TensorSource,
-    source_directory: Path,
-    plan: Plan,
-    quantized: Mapping[str, QuantizedWeight],
-    output: Config,
-    *,
-    solved_with: Config | None,
-    run: str,
-    progress: Progress,
-) -> Written:
+def write_verified(out: Path, model: QuantizedModel, run: str, progress: Progress) -> Written:
     """Write a checkpoint, and re-read it by another decoder.
 
-    Arguments and errors are those of `checkpoint.writer.write_checkpoint`; `progress` is told of both stages.
+    Args:
+        out: Directory to write; made if need be.
+        model: What is written.
+        run: The run's identity; the directory carries it until it is complete.
+        progress: Told of both stages.
 
     Raises:
+        CheckpointError: If a weight has no place in the format, or the disk is full or fails.
         VerificationError: If what was written decodes to anything else.
     """
     progress.stage("write", 1)
-    if output.format == "gguf":
-        # One file for all, the tokenizer in it. No reader takes it for a model by this name.
-        draft = out / f".{GGUF_FILE}.unverified"
-        begin(out, run)
-        write_gguf(draft, source, source_directory, plan, quantized, __version__)
-        check = partial(verify_gguf, draft, source, plan, quantized)
-        reveal = partial(complete_gguf, out, draft)
-    else:
-        written = write_checkpoint(
-            out,
-            source,
-            source_directory,
-            plan,
-            quantized,
-            output,
-            solved_with=solved_with,
-            reports=REPORTS,
-            run=run,
-            version=__version__,
-        )
-        check = partial(verify, out, written, quantized, source, plan)
-        reveal = partial(complete, out, written)
+    draft = _DRAFTS[model.output.format](out, model)
+    begin(out, run)
+    draft.write()
     progress.advance(out.name)
     progress.stage("verify", 1)
-    verified = check()
+    verified = draft.verify()
     progress.advance(out.name)
-    return Written(verified, out, reveal)
+    return Written(verified, out, draft)
 
 
 def report_in(directory: Path) -> RunReport | None:
@@ -120,15 +98,15 @@ def report_in(directory: Path) -> RunReport | None:
         return None
 
 
-def refuse_form(config: Config, source: TensorSource, source_directory: Path, plan: Plan) -> None:
+def refuse_form(output_format: str, source: TensorSource, plan: Plan) -> None:
     """Refuse a model that has no form in the format, where that depends on more than its weights.
 
     Raises:
         PlanError: Saying why.
     """
-    fault = gguf_fault(source.config, source_directory, plan) if config.format == "gguf" else None
+    fault = _DRAFTS[output_format].fault(source, plan)
     if fault is not None:
-        raise PlanError(f"the gguf format cannot hold this model: {fault}")
+        raise PlanError(f"the {output_format} format cannot hold this model: {fault}")
 
 
 def is_complete(out: Path) -> bool:

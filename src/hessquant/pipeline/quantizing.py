@@ -12,9 +12,8 @@ import torch
 import transformers
 
 from hessquant import __version__
-from hessquant.checkpoint.audit import audit
-from hessquant.checkpoint.output import RUN_MARK, holding, refuse_output
-from hessquant.checkpoint.ranges import ScaleCheck
+from hessquant.checkpoint.audit import ScaleCheck, audit
+from hessquant.checkpoint.output import RUN_MARK, QuantizedModel, holding, refuse_output
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.sidecars import refuse_sidecars
 from hessquant.config import Config
@@ -28,7 +27,8 @@ from hessquant.pipeline.publishing import REPORTS, digest, is_complete, refuse_f
 from hessquant.pipeline.windows import Calibration
 from hessquant.planning import plan as planning
 from hessquant.planning.size import TOKENS_PER_BATCH
-from hessquant.records import CalibrationRecord, Plan, Progress, RunReport
+from hessquant.records import Plan
+from hessquant.results import CalibrationRecord, Progress, RunReport
 from hessquant.run.degraded import degradations, text_degradations
 from hessquant.run.heap import map_large_blocks
 from hessquant.run.store import RunStore
@@ -84,7 +84,7 @@ def quantize(
         inputs = Calibration(source, calibration, config)
         inputs.check()
         plan = planning.make_plan(source, reader.tensors, config, inputs=inputs.sample)
-        refuse_form(config, reader, source.directory, plan)
+        refuse_form(config.format, reader, plan)
         config = replace(config, window_length=plan.window_length)  # so that the default is the same run as its value
         if on_plan is not None:
             on_plan(plan)
@@ -96,7 +96,7 @@ def quantize(
         with RunStore(kept_in, keep=keep_run) as store, holding(out):
             finished = report_in(out) if is_complete(out) else None
             batches, calibrated = inputs.batches(TOKENS_PER_BATCH), inputs.record
-            streamed = StreamedModel(source, reader.tensors, reader.read, trust_remote_code=config.trust_remote_code)
+            streamed = StreamedModel(source, reader.tensors, reader.read)
             scales = ScaleCheck(plan.targets, reader.tensors, config)
             identity = _identity(plan, config, calibrated, audit(reader, progress, scales))
             store.begin({name: value for name, value in identity.items() if name not in _OF_THE_OUTPUT})
@@ -108,18 +108,9 @@ def quantize(
             needed = _bytes_to_write(plan) - held_bytes(out) - held_bytes(store.directory)
             refuse_output(out, run, needed + min(held_bytes(out), config.shard_bytes))
             outcome = quantize_blocks(streamed, plan, batches, config, store, progress)
-            quantized = store.weights(plan.targets)
-            written = write_verified(
-                out,
-                reader,
-                source.directory,
-                plan,
-                quantized,
-                config,
-                solved_with=config,
-                run=run,
-                progress=progress,
-            )
+            weights = store.weights(plan.targets)
+            result = QuantizedModel(reader, plan, weights, config, config, REPORTS, __version__)
+            written = write_verified(out, result, run, progress)
             report = _report(run, plan, config, calibrated, outcome, written.verified, clocks)
             written.complete(report)
     return report

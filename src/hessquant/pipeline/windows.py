@@ -1,7 +1,7 @@
 """Calibration inputs for a model: from a text or from a caller, and refused where they do not fit it."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache, cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -17,8 +17,8 @@ from hessquant.config import Config
 from hessquant.errors import CalibrationError
 from hessquant.models.context import Context, context_of, window_length
 from hessquant.models.signature import unknown_inputs
-from hessquant.models.source import ModelSource, load_config, load_processor, load_tokenizer
-from hessquant.records import CalibrationRecord
+from hessquant.models.source import ModelSource
+from hessquant.results import CalibrationRecord
 
 _STARTS = ("decoder_start_token_id", "pad_token_id", "bos_token_id")
 
@@ -44,12 +44,12 @@ class Calibration:
         Raises:
             CalibrationError: If the calibration cannot be used.
         """
-        if self._described.is_encoder_decoder:
-            _start_token(self._described, self._source.name)
+        if self._source.config.is_encoder_decoder:
+            _start_token(self._source)
         if not isinstance(self._calibration, str):
             _ = self._read
             return
-        refuse_window_length(self._config.window_length, self._described, self._source.name)
+        refuse_window_length(self._config.window_length, self._source)
         if self._calibration != "builtin":
             check_start(self._calibration, self._reader)
 
@@ -80,21 +80,16 @@ class Calibration:
         Raises:
             CalibrationError: If the calibration cannot be used, or a target has nothing to begin with.
         """
-        start = _start_token(self._described, self._source.name) if self._described.is_encoder_decoder else None
+        start = _start_token(self._source) if self._source.config.is_encoder_decoder else None
         return batches_of(self._read[0], tokens_per_batch, start)
 
     @cached_property
-    def _described(self) -> PreTrainedConfig:
-        return load_config(self._source, trust_remote_code=self._config.trust_remote_code)
-
-    @cached_property
     def _reader(self) -> Reader:
-        trusted = self._config.trust_remote_code
         return Reader(
-            load_tokenizer(self._source, trust_remote_code=trusted),
-            window_length(self._config.window_length, context_of(self._described).least),
-            bool(self._described.is_encoder_decoder),
-            cache(partial(load_processor, self._source, trust_remote_code=trusted)),
+            self._source.tokenizer,
+            window_length(self._config.window_length, context_of(self._source.config).least),
+            bool(self._source.config.is_encoder_decoder),
+            lambda: self._source.processor,
         )
 
     @cached_property
@@ -103,7 +98,7 @@ class Calibration:
         if not isinstance(self._calibration, str):
             windows = windows_from_ids(
                 self._calibration,
-                encoder_decoder=bool(self._described.is_encoder_decoder),
+                encoder_decoder=bool(self._source.config.is_encoder_decoder),
             )
             self._refuse_unknown(windows)
             record = calibration_record("python", windows, sum(window.tokens for window in windows))
@@ -118,15 +113,14 @@ class Calibration:
                 encoder_decoder=self._reader.encoder_decoder,
                 load_processor=self._reader.load_processor,
             )
-        refuse_unfit_windows(windows, self._described)
+        refuse_unfit_windows(windows, self._source.config)
         return windows, record
 
     def _refuse_unknown(self, windows: Sequence[CalibrationInput]) -> None:
         """Refuse inputs that the model's forward pass does not name: it may take any, and ignore them."""
         samples = [window for window in windows if isinstance(window, ModelInputs)]
         names = dict.fromkeys(name for sample in samples for name in sample.tensors)
-        trusted = self._config.trust_remote_code
-        unknown = unknown_inputs(self._described, names, trust_remote_code=trusted) if names else []
+        unknown = unknown_inputs(self._source, names) if names else []
         for sample in samples:
             strange = [name for name in sample.tensors if name in unknown]
             if strange:
@@ -136,18 +130,18 @@ class Calibration:
                 )
 
 
-def refuse_window_length(asked: int | None, described: PreTrainedConfig, name: str) -> None:
+def refuse_window_length(asked: int | None, source: ModelSource) -> None:
     """Refuse windows of a text that are longer than the model's context; those of the default length never are.
 
     Raises:
         CalibrationError: If they are.
     """
-    context = context_of(described)
+    context = context_of(source.config)
     # An encoder-decoder reads one half of a window and writes the other.
-    halves = 2 if described.is_encoder_decoder else 1
+    halves = 2 if source.config.is_encoder_decoder else 1
     if asked is not None and context.least is not None and asked > halves * context.least:
         raise CalibrationError(
-            f"windows of {asked} tokens are too long for {name}, whose {_said(context)}; "
+            f"windows of {asked} tokens are too long for {source.name}, whose {_said(context)}; "
             f"take --window-length {context.least} or less"
         )
 
@@ -168,13 +162,14 @@ def _said(context: Context) -> str:
     return f"context is {context.read} for what it reads and {context.written} for what it writes"
 
 
-def _start_token(described: PreTrainedConfig, name: str) -> int:
+def _start_token(source: ModelSource) -> int:
     """The token that a target begins with."""
     for setting in _STARTS:
-        for config in (described, described.get_text_config(decoder=True)):
+        for config in (source.config, source.config.get_text_config(decoder=True)):
             token = getattr(config, setting, None)
             if isinstance(token, int):
                 return token
     raise CalibrationError(
-        f"{name}: its config has none of {', '.join(_STARTS)}, so nothing says what a target begins with; set the first"
+        f"{source.name}: its config has none of {', '.join(_STARTS)}, so nothing says what a target begins with; "
+        "set the first"
     )

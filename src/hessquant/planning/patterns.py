@@ -1,8 +1,8 @@
-"""Patterns of weight names, as `include` and `exclude` take them."""
+"""Patterns of weight names: those that `include` and `exclude` take, and those that messages name weights by."""
 
 import difflib
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from fnmatch import translate
 from functools import lru_cache
 
@@ -28,20 +28,28 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile("|".join(map(translate, (pattern, f"*.{pattern}"))))
 
 
+def weight_pattern(name: str, blocks: Sequence[str]) -> str:
+    """A weight's name with `*` for the number of its block."""
+    for block in blocks:
+        if name.startswith(f"{block}."):
+            return f"{block.rpartition('.')[0]}.*{name.removeprefix(block)}"
+    return name
+
+
 def match_all(kind: str, patterns: Iterable[str], names: Collection[str]) -> dict[str, frozenset[str]]:
     """Names that each pattern matches; `kind` ("include", "exclude") is for the error.
 
     Raises:
         PatternError: If a pattern matches nothing.
     """
-    found = {}
+    matched = {}
     for pattern in patterns:
-        found[pattern] = frozenset(name for name in names if matches(pattern, name))
-        if not found[pattern]:
+        matched[pattern] = frozenset(name for name in names if matches(pattern, name))
+        if not matched[pattern]:
             near = difflib.get_close_matches(pattern, _spellings(names), n=3)
             hint = f"close to it: {', '.join(near)}" if near else f"a name looks like {min(names, default='(none)')}"
             raise PatternError(f"{kind} pattern {pattern!r} matches no tensor of the model; {hint}")
-    return found
+    return matched
 
 
 def _spellings(names: Iterable[str]) -> list[str]:

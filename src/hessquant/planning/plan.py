@@ -5,31 +5,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from hessquant import memory
 from hessquant.config import Config
 from hessquant.errors import PlanError, SourceError
+from hessquant.formats import DIALECTS, OUTPUTS
 from hessquant.formats.described import description_of
-from hessquant.formats.dialect import ModuleSettings, PackedWeight, settings_of
-from hessquant.formats.dialects import DIALECTS
-from hessquant.formats.judge import misread
-from hessquant.formats.outputs import OUTPUTS
+from hessquant.formats.dialect import PackedWeight
 from hessquant.models.context import context_of, window_length
 from hessquant.models.library import uncollected
 from hessquant.models.probe import Probe, probe
 from hessquant.models.recorder import ProbedProduct
-from hessquant.models.source import ModelSource, load_config
-from hessquant.planning.composition import Surroundings
-from hessquant.planning.fit import find_remedies, least_bytes
-from hessquant.planning.servers import untried, verdicts
+from hessquant.models.source import ModelSource
+from hessquant.planning.composition import PlannedCheckpoint
+from hessquant.planning.patterns import weight_pattern
+from hessquant.planning.servers import tensor_parallel, untried, verdicts
 from hessquant.planning.serving import refuse_unserved
 from hessquant.planning.settings import assign_settings, refuse_format
-from hessquant.planning.shapes import limiting_weight, tensor_parallel
-from hessquant.planning.size import Sizes, bits_per_weight
-from hessquant.planning.targets import head_product, known_names, left_alone, namesakes, select_targets
-from hessquant.planning.unquantized import is_end, refuse_unquantized
-from hessquant.records import Plan, Target, TensorInfo, Untouched
+from hessquant.planning.size import Sizes, bits_per_weight, find_remedies, least_bytes
+from hessquant.planning.targets import head_product, known_names, select_targets
+from hessquant.planning.untouched import is_end, left_alone, namesakes, refuse_unquantized
+from hessquant.records import GridSpec, Plan, Target, TensorInfo, Untouched
 
 _FLOATING = ("F64", "F32", "BF16", "F16")
 
@@ -62,25 +58,24 @@ def make_plan(
         ServeError: If a client in `config.serve` is known not to open the result.
         PlanError: If the model or the settings cannot be planned for another reason.
     """
-    model_config = load_config(source, trust_remote_code=config.trust_remote_code)
-    _refuse_quantized(source, model_config)
-    context = context_of(model_config).least
+    _refuse_quantized(source)
+    context = context_of(source.config).least
     config = replace(config, window_length=window_length(config.window_length, context))
-    seen = probe(source, model_config, tensors, inputs=inputs, trust_remote_code=config.trust_remote_code)
-    _check_stored(source, tensors, seen)
-    chosen, reasons = select_targets(seen, tensors, config)
-    group_size, settings = assign_settings(chosen, seen.blocks, known_names(seen, tensors), config)
-    targets = _targets(chosen, seen, settings)
-    refuse_unquantized(tensors, reasons, seen, config)
-    sizes = Sizes.of(seen, targets, config)
+    probed = probe(source, tensors, inputs=inputs)
+    _check_stored(source, tensors, probed)
+    chosen, reasons = select_targets(probed, tensors, config)
+    group_size, settings = assign_settings(chosen, probed.blocks, known_names(probed, tensors), config)
+    refuse_unquantized(tensors, reasons, probed, config)
+    plan = _plan(source, probed, tensors, chosen, settings, reasons, config)
+    sizes = Sizes.of(probed, plan.targets, config)
     estimate, machine = sizes.memory(config), memory.total_memory()
-    plan = _plan(source, model_config, seen, tensors, targets, reasons, group_size, estimate, config)
     return replace(
         plan,
-        aliases=tuple(namesakes(chosen, tensors, seen)),
+        group_size=group_size,
+        memory_bytes=estimate,
         least_memory_bytes=least_bytes(sizes, config),
         machine_memory=machine,
-        remedies=() if estimate <= machine else find_remedies(sizes, seen, targets, config, machine),
+        remedies=() if estimate <= machine else find_remedies(sizes, probed, plan.targets, config, machine),
         window_length=config.window_length,
         context=context,
     )
@@ -102,12 +97,11 @@ def plan_export(
         ServeError: If a client in `config.serve` is known not to open the result.
         PlanError: If the model cannot be planned, or the format cannot hold a weight.
     """
-    model_config = load_config(source, trust_remote_code=config.trust_remote_code)
-    vars(model_config).pop("quantization_config", None)
-    seen = probe(source, model_config, tensors, trust_remote_code=config.trust_remote_code)
-    _check_stored(source, {name: info for name, info in tensors.items() if name not in packed}, seen)
-    head = head_product(seen)
-    products = [*seen.products, *([] if head is None else [head])]
+    probed = probe(source, tensors)
+    plain = {name: info for name, info in tensors.items() if name not in packed}
+    _check_stored(source, plain, probed)
+    head = head_product(probed)
+    products = [*probed.products, *([] if head is None else [head])]
     chosen = list({product.name: product for product in products if product.name in packed}.values())
     for name, weight in packed.items():
         shapes = [(product.rows, product.columns) for product in chosen if product.name == name]
@@ -116,65 +110,64 @@ def plan_export(
                 f"{source.name}: {name} is packed as {weight.rows} x {weight.columns}, but the model multiplies "
                 + (f"it as {shapes[0][0]} x {shapes[0][1]}" if shapes else "no such weight")
             )
-    settings = {name: weight.settings for name, weight in packed.items()}
-    refuse_format(chosen, settings, seen.blocks, config)
-    targets = _targets(chosen, seen, settings)
-    reasons = left_alone(chosen, {}, {name: info for name, info in tensors.items() if name not in packed}, seen)
-    common = Counter(target.group_size for target in targets).most_common(1)[0][0]
-    held = max(8 * target.rows * target.columns for target in targets)
-    plan = _plan(source, model_config, seen, tensors, targets, reasons, common, held, config)
-    return replace(plan, aliases=tuple(namesakes(chosen, tensors, seen)))
+    settings = {name: weight.grid for name, weight in packed.items()}
+    refuse_format(chosen, settings, probed.blocks, config)
+    reasons = left_alone(chosen, {}, plain, probed)
+    return _plan(source, probed, tensors, chosen, settings, reasons, config)
 
 
 def _plan(
     source: ModelSource,
-    model_config: PreTrainedConfig,
-    seen: Probe,
+    probed: Probe,
     tensors: Mapping[str, TensorInfo],
-    targets: tuple[Target, ...],
+    chosen: Sequence[ProbedProduct],
+    settings: Mapping[str, GridSpec],
     reasons: Mapping[str, str],
-    group_size: int,
-    memory_bytes: int,
     config: Config,
 ) -> Plan:
+    """What follows of the weights that were chosen, their settings, and the reasons for leaving the other tensors.
+
+    Nothing of it is about calibration: the group size is the commonest, the memory what the largest weight takes.
+    """
+    targets = _targets(chosen, probed, settings)
+    infos = [tensors[name] for name in reasons]
     untouched = tuple(
-        Untouched(
-            name, tensors[name].shape, tensors[name].dtype, tensors[name].bytes, reason, seen.parameter_name(name)
-        )
-        for name, reason in reasons.items()
+        Untouched(info.name, info.shape, info.dtype, info.bytes, reasons[info.name], probed.parameter_name(info.name))
+        for info in infos
     )
-    architecture = _architecture(model_config, seen)
-    model = Surroundings(architecture, frozenset(reasons))
-    servers = verdicts(config.format, targets, seen.blocks, model)
-    if not seen.decodes:
+    checkpoint = PlannedCheckpoint(targets, probed.blocks, _architecture(source, probed), frozenset(reasons))
+    servers = verdicts(config.format, checkpoint)
+    if not probed.decodes:
         servers = tuple(map(untried, servers))
-    refuse_unserved(config.serve, servers, config.format, targets, seen.blocks, model)
+    refuse_unserved(config.serve, servers, config.format, checkpoint)
     source_bytes = sum(info.bytes for info in tensors.values())
-    untouched_bytes = sum(tensor.bytes for tensor in untouched)
-    ends = sum(tensor.bytes for tensor in untouched if is_end(tensor.name, seen))
+    untouched_bytes = sum(info.bytes for info in infos)
+    ends = sum(info.bytes for info in infos if is_end(info.name, probed))
+    packed_bytes = sum(OUTPUTS[config.format].packed_bytes(t.rows, t.columns, t.grid) for t in targets)
+    ranks, limit = tensor_parallel(targets)
     plan = Plan(
         source=source.title,
-        architecture=architecture,
-        blocks=seen.blocks,
-        whole=seen.whole,
-        returns_tuple=seen.returns_tuple,
-        hidden_size=seen.hidden_size,
+        architecture=checkpoint.architecture,
+        blocks=probed.blocks,
+        whole=probed.whole,
+        returns_tuple=probed.returns_tuple,
+        hidden_size=probed.hidden_size,
         targets=targets,
         untouched=untouched,
         unties_head=any(
-            target.name in seen.parameters and seen.parameters[target.name].same_as != target.name for target in targets
+            name in probed.parameters and probed.parameters[name].same_as != name for name in (t.name for t in targets)
         ),
-        group_size=group_size,
+        group_size=Counter(target.grid.group_size for target in targets).most_common(1)[0][0],
         bits_per_weight=bits_per_weight(targets),
         unquantized_share=untouched_bytes / source_bytes,
         unquantized_matrices=(untouched_bytes - ends) / (source_bytes - ends),
         source_bytes=source_bytes,
-        output_bytes=untouched_bytes
-        + sum(OUTPUTS[config.format].packed_bytes(t.rows, t.columns, settings_of(t)) for t in targets),
-        memory_bytes=memory_bytes,
-        tensor_parallel=tensor_parallel(targets),
-        tensor_parallel_limit=limiting_weight(targets, seen.blocks),
+        output_bytes=untouched_bytes + packed_bytes,
+        memory_bytes=max(8 * target.rows * target.columns for target in targets),
+        tensor_parallel=ranks,
+        tensor_parallel_limit="" if limit is None else weight_pattern(limit.name, probed.blocks),
         servers=servers,
+        aliases=tuple(namesakes(chosen, tensors, probed)),
     )
     _refuse_misread(plan, config)
     return plan
@@ -187,37 +180,33 @@ def _refuse_misread(plan: Plan, config: Config) -> None:
         return
     description = description_of(plan)
     described = dialect.describe(description, None, dialect.variants[0], "")
-    fault = next(misread(description, dialect.read_settings(described)), None)
+    fault = dialect.read_settings(described).misread(description)
     if fault is not None:
         raise PlanError(f"the {config.format} format has no words for this plan: {fault}; leave that weight out")
 
 
-def _architecture(model_config: PreTrainedConfig, seen: Probe) -> str:
+def _architecture(source: ModelSource, probed: Probe) -> str:
     """The class that the config names, the one that transformers takes where it names none."""
-    match model_config.architectures:
+    match source.config.architectures:
         case [str(name), *_]:
             return name
-    return seen.architecture
+    return probed.architecture
 
 
-def _targets(
-    chosen: Sequence[ProbedProduct], seen: Probe, settings: Mapping[str, ModuleSettings]
-) -> tuple[Target, ...]:
+def _targets(chosen: Sequence[ProbedProduct], probed: Probe, settings: Mapping[str, GridSpec]) -> tuple[Target, ...]:
     first: dict[tuple[int, int], str] = {}
     targets = []
     for product in chosen:
-        block = seen.parameters[product.parameter].block
+        block = probed.parameters[product.parameter].block
         targets.append(
             Target(
                 name=product.name,
                 locations=product.locations,
                 # Outside the blocks, only the head is ever chosen, and it runs after them.
-                block=len(seen.blocks) if block is None else block,
+                block=len(probed.blocks) if block is None else block,
                 rows=product.rows,
                 columns=product.columns,
-                bits=settings[product.name].bits,
-                group_size=settings[product.name].group_size,
-                symmetric=settings[product.name].symmetric,
+                grid=settings[product.name],
                 transposed=product.transposed,
                 shares_input_with=first.setdefault(product.input_id, product.name),
                 calls=product.calls,
@@ -229,8 +218,8 @@ def _targets(
     return tuple(targets)
 
 
-def _refuse_quantized(source: ModelSource, model_config: PreTrainedConfig) -> None:
-    quantization = getattr(model_config, "quantization_config", None)
+def _refuse_quantized(source: ModelSource) -> None:
+    quantization = source.quantization
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         raise SourceError(
@@ -238,10 +227,10 @@ def _refuse_quantized(source: ModelSource, model_config: PreTrainedConfig) -> No
         )
 
 
-def _check_stored(source: ModelSource, tensors: Mapping[str, TensorInfo], seen: Probe) -> None:
+def _check_stored(source: ModelSource, tensors: Mapping[str, TensorInfo], probed: Probe) -> None:
     """Every parameter, target or not: one that is stored as integers has no meaning without its scales."""
     for name, info in tensors.items():
-        parameter = seen.parameter_of(name)
+        parameter = probed.parameter_of(name)
         if parameter is None:
             continue
         if info.dtype not in _FLOATING:
@@ -250,7 +239,7 @@ def _check_stored(source: ModelSource, tensors: Mapping[str, TensorInfo], seen: 
                 f"{_WAY_OUT}"
             )
         # Under another name it may have another layout, too.
-        if name in seen.parameters and parameter.shape != info.shape:
+        if name in probed.parameters and parameter.shape != info.shape:
             raise SourceError(
                 f"{source.name}: {name} is {list(info.shape)} in {info.file}, but {list(parameter.shape)} according to "
                 "config.json; the two do not belong together"

@@ -1,10 +1,23 @@
 """The form of one row of the table of what clients take (`planning.server_rules`)."""
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 Basis = Literal["measured", "documented", "not run"]
 Setting = Literal["bits", "group_size", "symmetric"]
+
+
+class Client(NamedTuple):
+    """A program that opens checkpoints; where its devices differ, one on each.
+
+    Attributes:
+        name: As `--serve` takes it: `vllm-cpu`, `llama.cpp`.
+        server: Name, version and device for people.
+    """
+
+    name: str
+    server: str
 
 
 @dataclass(frozen=True)
@@ -27,17 +40,11 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Mixing:
-    """Whether a client opens a checkpoint where one setting differs from weight to weight."""
-
-    setting: Setting
-    opens: Literal["yes", "no"]
-    evidence: Evidence
-
-
-@dataclass(frozen=True)
 class Part:
-    """Whether a client opens a checkpoint in which a head, or experts, are quantized; `why` says why not."""
+    """Whether a client opens checkpoints of one kind; `why` says why not.
+
+    Such a kind has a quantized head, quantized experts, or a setting that differs from weight to weight.
+    """
 
     opens: Literal["yes", "no"]
     evidence: Evidence
@@ -64,9 +71,7 @@ class Rule:
     """What one client takes of one format.
 
     Attributes:
-        client: Its name as `--serve` takes it, without a device.
-        device: "cpu" or "gpu"; "" = the rule holds for all that it runs on.
-        server: Name, version and device for people.
+        client: Who takes it.
         format: On-disk format, as `--format` takes it.
         evidence: How the rule is known.
         symmetric: Bits that it takes with a fixed zero.
@@ -93,9 +98,7 @@ class Rule:
         fits: The verdict where everything fits.
     """
 
-    client: str
-    device: Literal["", "cpu", "gpu"]
-    server: str
+    client: Client
     format: str
     evidence: Evidence
     symmetric: frozenset[int] = frozenset()
@@ -106,7 +109,7 @@ class Rule:
     column_multiple: int = 1
     fuses: str = ""
     splits: bool = False
-    mixed: tuple[Mixing, ...] = ()
+    mixed: Mapping[Setting, Part] = field(default_factory=dict)
     head: Part | None = None
     experts: Part | None = None
     experts_as_most: bool = False
@@ -118,11 +121,6 @@ class Rule:
     asymmetric_note: str = ""
     beyond: str = ""
     fits: Literal["yes", "unknown"] = "yes"
-
-    @property
-    def name(self) -> str:
-        """As `--serve` takes it: `vllm-cpu`, `llama.cpp`."""
-        return f"{self.client}-{self.device}" if self.device else self.client
 
     @property
     def reads(self) -> bool:

@@ -7,9 +7,8 @@ from typing import get_args
 
 from hessquant.config import Format
 from hessquant.errors import ServeError
-from hessquant.formats.dialect import settings_of
-from hessquant.formats.outputs import OUTPUTS
-from hessquant.planning.composition import UNSAID, Surroundings, unlike_blocks
+from hessquant.formats import OUTPUTS
+from hessquant.planning.composition import PlannedCheckpoint
 from hessquant.planning.server_rules import RULES
 from hessquant.planning.servers import judge
 from hessquant.records import ServerVerdict, Target
@@ -19,12 +18,7 @@ _TRIED: dict[str, tuple[int, ...]] = {"symmetric": (True, False), "bits": (4, 8,
 
 
 def refuse_unserved(
-    serve: Sequence[str],
-    servers: Sequence[ServerVerdict],
-    output_format: str,
-    targets: Sequence[Target],
-    blocks: Sequence[str],
-    model: Surroundings = UNSAID,
+    serve: Sequence[str], servers: Sequence[ServerVerdict], output_format: str, checkpoint: PlannedCheckpoint
 ) -> None:
     """Refuse a plan that a client named in `serve` is known not to open; what is not known is let through.
 
@@ -36,7 +30,7 @@ def refuse_unserved(
         return
     lines = [f"not every client named by --serve opens {output_format} as planned:"]
     for verdict in refused:
-        changes = remedies(verdict.client, output_format, targets, blocks, model)
+        changes = remedies(verdict.client, output_format, checkpoint)
         advice = " or ".join(changes) if changes else "none is known; leave weights out with --exclude PATTERN"
         lines.append(f"  {verdict.server}: {verdict.reason}\n    what to change: {advice}")
     others = [verdict.client for verdict in servers if verdict not in refused and verdict.is_named(serve)]
@@ -45,33 +39,31 @@ def refuse_unserved(
     raise ServeError("\n".join(lines))
 
 
-def remedies(
-    client: str, output_format: str, targets: Sequence[Target], blocks: Sequence[str], model: Surroundings = UNSAID
-) -> list[str]:
+def remedies(client: str, output_format: str, checkpoint: PlannedCheckpoint) -> list[str]:
     """The fewest changes of settings after which a client opens the result, in words; empty if none does.
 
     Args:
         client: Its name with the device.
         output_format: The format as planned.
-        targets: The weights as planned.
-        blocks: Module names of the blocks.
-        model: What else is known of the model. That nobody ran its architecture is no reason against a change.
+        checkpoint: What is planned. That nobody ran its architecture is no reason against a change.
     """
-    model = replace(model, counts_as_run=True)
-    rules = {rule.format: rule for rule in RULES if rule.name == client}
-    # Every change is tried on all of them.
-    targets, model = unlike_blocks(targets, model)
+    # Every change is tried on all of the weights.
+    checkpoint = replace(checkpoint.unlike_blocks(), counts_as_run=True)
+    targets = checkpoint.targets
+    rules = {rule.format: rule for rule in RULES if rule.client.name == client}
     for count in range(1, len(_TRIED) + 2):
         # Of changes of the same kind, only the nearest: `--group-size 32`, and not 64 and 128 as well.
-        found: dict[tuple[str, ...], str] = {}
+        opening: dict[tuple[str, ...], str] = {}
         for other_format, changes in _candidates(output_format, targets, count):
             kind = (other_format, *changes)
-            changed = [replace(target, **changes) for target in targets]  # type: ignore[arg-type]
-            fits = _holds(other_format, changed) and judge(rules[other_format], changed, blocks, model).opens == "yes"
-            if fits and kind not in found:
-                found[kind] = _words(other_format if other_format != output_format else None, changes, targets)
-        if found:
-            return list(found.values())[:_REMEDIES_SHOWN]
+            changed = [replace(target, grid=replace(target.grid, **changes)) for target in targets]  # type: ignore[arg-type]
+            opens = _holds(other_format, changed) and (
+                judge(rules[other_format], replace(checkpoint, targets=changed)).opens == "yes"
+            )
+            if opens and kind not in opening:
+                opening[kind] = _words(other_format if other_format != output_format else None, changes, targets)
+        if opening:
+            return list(opening.values())[:_REMEDIES_SHOWN]
     return []
 
 
@@ -89,16 +81,16 @@ def _candidates(output_format: str, targets: Sequence[Target], count: int) -> It
 
 def _nearest_first(name: str, planned: Target) -> list[int]:
     """Values to try of a setting; one group per row is the farthest from any other group size."""
-    before: int = getattr(planned, name)
+    before: int = getattr(planned.grid, name)
     return sorted(_TRIED[name], key=lambda value: float("inf") if value == -1 else abs(value - before))
 
 
 def _holds(output_format: str, targets: Sequence[Target]) -> bool:
     """Whether the format has a form for all of these, and their groups are whole."""
-    if any(target.group_size != -1 and target.columns % target.group_size for target in targets):
+    if not all(target.grid.divides(target.columns) for target in targets):
         return False
     fault = OUTPUTS[output_format].target_fault
-    return not any(fault(target.rows, target.columns, settings_of(target)) for target in targets)
+    return not any(fault(target.rows, target.columns, target.grid) for target in targets)
 
 
 def _words(output_format: str | None, changes: dict[str, int], targets: Sequence[Target]) -> str:
@@ -109,6 +101,6 @@ def _words(output_format: str | None, changes: dict[str, int], targets: Sequence
             words.append("no --asymmetric" if value else "--asymmetric")
         else:
             words.append(f"--{name.replace('_', '-')} {value}")
-        if len({getattr(target, name) for target in targets}) > 1:
+        if len({getattr(target.grid, name) for target in targets}) > 1:
             words[-1] += " for every weight"
     return " with ".join(words)

@@ -7,19 +7,20 @@ from typing import Any
 
 from hessquant.config import AUTO_GROUP_SIZES, Config, Override
 from hessquant.errors import GroupSizeError, PatternError, PlanError
-from hessquant.formats.dialect import ModuleSettings
-from hessquant.formats.outputs import OUTPUTS
+from hessquant.formats import OUTPUTS
+from hessquant.formats.dialect import PackedWeight
 from hessquant.models.recorder import ProbedProduct
-from hessquant.planning.patterns import match_all
-from hessquant.planning.shapes import Shape, auto_group_size, tensor_parallel, weight_pattern
+from hessquant.planning.patterns import match_all, weight_pattern
+from hessquant.planning.servers import tensor_parallel
 from hessquant.planning.targets import fused_sets
+from hessquant.records import GridSpec
 
 _WITHOUT_GROUPS = "--group-size -1 (one group per row), or leave them out with --exclude PATTERN"
 
 
 def assign_settings(
     chosen: Sequence[ProbedProduct], blocks: Sequence[str], names: Collection[str], config: Config
-) -> tuple[int, dict[str, ModuleSettings]]:
+) -> tuple[int, dict[str, GridSpec]]:
     """How each target is quantized: by the config, and by the overrides that match it, the later ones last.
 
     Args:
@@ -38,7 +39,7 @@ def assign_settings(
     """
     changes = _changes([product.name for product in chosen], names, config.overrides)
     group_size = _group_size([p for p in chosen if "group_size" not in changes[p.name]], blocks, config)
-    common = ModuleSettings(config.bits, group_size, config.symmetric)
+    common = GridSpec(config.bits, group_size, config.symmetric)
     settings = {name: replace(common, **change) for name, change in changes.items()}
     _refuse_ragged(chosen, settings, blocks, config)
     _refuse_uneven_sets(chosen, settings)
@@ -53,14 +54,14 @@ def _changes(
     changes: dict[str, dict[str, Any]] = {name: {} for name in targets}
     matched = match_all("override", [override.pattern for override in overrides], names)
     for override in overrides:
-        found = [name for name in targets if name in matched[override.pattern]]
-        if not found:
+        changed = [name for name in targets if name in matched[override.pattern]]
+        if not changed:
             raise PatternError(
                 f"override pattern {override.pattern!r} matches nothing that will be quantized, "
                 f"only {min(matched[override.pattern])}, for example"
             )
         values = {"bits": override.bits, "group_size": override.group_size, "symmetric": override.symmetric}
-        for name in found:
+        for name in changed:
             changes[name] |= {setting: value for setting, value in values.items() if value is not None}
     return changes
 
@@ -69,7 +70,7 @@ def _group_size(products: Sequence[ProbedProduct], blocks: Sequence[str], config
     """The group size asked for, or the largest of 128, 64, 32 that divides all inputs."""
     if config.group_size != "auto":
         return config.group_size
-    fitting = auto_group_size(products)
+    fitting = _auto_group_size(products)
     if fitting is None:
         tried = ", ".join(map(str, AUTO_GROUP_SIZES))
         listing = _listing([(p, None) for p in products if p.columns % min(AUTO_GROUP_SIZES)], blocks)
@@ -79,27 +80,33 @@ def _group_size(products: Sequence[ProbedProduct], blocks: Sequence[str], config
     return fitting
 
 
+def _auto_group_size(chosen: Iterable[ProbedProduct]) -> int | None:
+    """The largest of 128, 64, 32 that divides the inputs of every weight; None if none does."""
+    columns = {product.columns for product in chosen}
+    return next((size for size in AUTO_GROUP_SIZES if all(count % size == 0 for count in columns)), None)
+
+
 def _refuse_ragged(
-    chosen: Sequence[ProbedProduct], settings: Mapping[str, ModuleSettings], blocks: Sequence[str], config: Config
+    chosen: Sequence[ProbedProduct], settings: Mapping[str, GridSpec], blocks: Sequence[str], config: Config
 ) -> None:
     ragged = [
         (product, settings[product.name].group_size)
         for product in chosen
-        if settings[product.name].group_size != -1 and product.columns % settings[product.name].group_size
+        if not settings[product.name].divides(product.columns)
     ]
     if not ragged:
         return
     sizes = " or ".join(map(str, sorted({size for _, size in ragged})))
     advice = _WITHOUT_GROUPS
-    fitting = auto_group_size(chosen)
+    fitting = _auto_group_size(chosen)
     if fitting is not None:
-        reach = tensor_parallel(Shape(p.rows, p.columns, config.bits, fitting) for p in chosen)
+        reach, _ = tensor_parallel(PackedWeight(p.rows, p.columns, GridSpec(config.bits, fitting)) for p in chosen)
         advice = f"--group-size auto (takes {fitting}; largest tensor-parallel size then {reach}), {advice}"
     listing = _listing(ragged, blocks)
     raise GroupSizeError(f"group size {sizes} does not divide the inputs of these weights:\n{listing}\nUse {advice}")
 
 
-def _refuse_uneven_sets(chosen: Sequence[ProbedProduct], settings: Mapping[str, ModuleSettings]) -> None:
+def _refuse_uneven_sets(chosen: Sequence[ProbedProduct], settings: Mapping[str, GridSpec]) -> None:
     for fused, members in fused_sets(chosen):
         if fused.everywhere and len({settings[product.name] for product in members}) > 1:
             listing = "\n".join(f"  {product.name}: {settings[product.name]}" for product in members)
@@ -110,18 +117,19 @@ def _refuse_uneven_sets(chosen: Sequence[ProbedProduct], settings: Mapping[str, 
 
 
 def refuse_format(
-    chosen: Iterable[ProbedProduct], settings: Mapping[str, ModuleSettings], blocks: Sequence[str], config: Config
+    chosen: Iterable[ProbedProduct], settings: Mapping[str, GridSpec], blocks: Sequence[str], config: Config
 ) -> None:
     """Refuse weights that the output format has no form for.
 
     Raises:
         PlanError: Naming the weights and the fault of each.
     """
-    faults: dict[str, None] = {}
-    for product in chosen:
-        fault = OUTPUTS[config.format].target_fault(product.rows, product.columns, settings[product.name])
-        if fault:
-            faults[f"  {weight_pattern(product.name, blocks)}: {fault}"] = None
+    fault_of = OUTPUTS[config.format].target_fault
+    faults = dict.fromkeys(
+        f"  {weight_pattern(product.name, blocks)}: {fault}"
+        for product in chosen
+        if (fault := fault_of(product.rows, product.columns, settings[product.name]))
+    )
     if faults:
         raise PlanError(f"the {config.format} format cannot hold these weights:\n" + "\n".join(faults))
 

@@ -1,15 +1,16 @@
-"""What a plan will take: bits, bytes on disk, memory."""
+"""What a plan will take: bits, memory, and what makes it fit the machine by the same estimate."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
 from hessquant import memory
 from hessquant.config import LONGEST_DEFAULT_WINDOW, Config
 from hessquant.models.probe import Probe
-from hessquant.records import Target
+from hessquant.planning.patterns import weight_pattern
+from hessquant.records import Remedy, Target
 
 TOKENS_PER_BATCH = 2048
 """Large enough for full speed of the products, small enough that a batch's activations stay in cache."""
@@ -26,13 +27,18 @@ _FACTORED, _SOLVED, _REFINED = 16, 12, 4
 # Bytes per element of the weight that is solved, besides itself; and those of the refinement.
 _OF_WEIGHT, _OF_REFINED_WEIGHT = 12, 4
 
+_LARGEST, _SMALLEST = 40, 26
+"""Sizes that are proposed for activations: powers of two from 1 TiB to 64 MiB, and none."""
+
+_Change = tuple[str, Config]
+
 
 def bits_per_weight(targets: Iterable[Target]) -> float:
     """Mean bits of a quantized weight: its code, and its share of a float16 scale and a zero of as many bits."""
     bits = weights = 0
     for target in targets:
         weights += target.rows * target.columns
-        bits += target.rows * (target.columns * target.bits + target.groups * (_SCALE_BITS + target.bits))
+        bits += target.rows * (target.columns * target.grid.bits + target.groups * (_SCALE_BITS + target.grid.bits))
     return bits / weights
 
 
@@ -158,3 +164,64 @@ def work(target: Target, refinement_rounds: int) -> int:
     of_weight = _OF_WEIGHT + (_OF_REFINED_WEIGHT if refinement_rounds else 0)
     solved = of_hessian * target.columns**2 + of_weight * target.rows * target.columns
     return max(_FACTORED * target.columns**2, solved)
+
+
+def least_bytes(sizes: Sizes, config: Config) -> int:
+    """The estimate with all activations in files but for one batch's: a block's weights and one factorisation."""
+    return sizes.memory(replace(config, capture="passes", activation_memory=0))
+
+
+def find_remedies(
+    sizes: Sizes, probe: Probe, targets: Sequence[Target], config: Config, total: int
+) -> tuple[Remedy, ...]:
+    """Changes of the settings, any one of which brings the estimate within `total` bytes.
+
+    Less memory for activations costs time, and fewer windows cost quality: they are proposed only as far as they leave
+    a token per input of the widest weight. Where nothing else helps, the widest weights are to be left out.
+    """
+
+    def fitting(changes: Iterable[_Change]) -> list[Remedy]:
+        tried = ((options, sizes.memory(changed)) for options, changed in changes)
+        return [Remedy(options, estimate) for options, estimate in tried if estimate <= total][:1]
+
+    widest = max((target.columns for target in targets), default=0)
+    in_passes = replace(config, capture="passes")
+    remedies = [
+        *fitting([("--capture passes", in_passes)] if config.capture != "passes" else []),
+        *fitting(_smaller_activations(config)),
+        *fitting(_fewer_windows(config, widest)),
+    ]
+    if not remedies and config.capture == "once":
+        remedies = fitting(_smaller_activations(in_passes, "--capture passes "))
+    return tuple(remedies or _without_widest(probe, targets, config, total, widest))
+
+
+def _smaller_activations(config: Config, besides: str = "") -> Iterator[_Change]:
+    budget = activation_budget(config)
+    for power in range(_LARGEST, _SMALLEST - 1, -1):
+        if 1 << power < budget:
+            size = f"{1 << (power - 30)}GiB" if power >= 30 else f"{1 << (power - 20)}MiB"
+            yield f"{besides}--activation-memory {size}", replace(config, activation_memory=1 << power)
+    yield f"{besides}--activation-memory 0", replace(config, activation_memory=0)
+
+
+def _fewer_windows(config: Config, widest: int) -> Iterator[_Change]:
+    windows = config.num_windows // 2
+    while windows and windows * (config.window_length or LONGEST_DEFAULT_WINDOW) >= widest:
+        yield f"--num-windows {windows}", replace(config, num_windows=windows)
+        windows //= 2
+
+
+def _without_widest(
+    probe: Probe, targets: Sequence[Target], config: Config, total: int, widest: int
+) -> Iterator[Remedy]:
+    kept = [target for target in targets if target.columns < widest]
+    if not kept:
+        return
+    names = (weight_pattern(target.name, probe.blocks) for target in targets if target.columns == widest)
+    patterns = dict.fromkeys(name.removesuffix(".weight") for name in names)
+    changed = replace(config, capture="passes", activation_memory=0)
+    estimate = Sizes.of(probe, kept, changed).memory(changed)
+    if estimate <= total:
+        left_out = " ".join(f"--exclude '{pattern}'" for pattern in patterns)
+        yield Remedy(f"--capture passes --activation-memory 0 {left_out}", estimate)

@@ -1,25 +1,17 @@
-"""Which weights are quantized, and why every other tensor is not."""
+"""Which weights are quantized."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TypeVar
 
 from hessquant.config import Config
 from hessquant.errors import PlanError
-from hessquant.formats.fused import FUSED, FusedSet, parts_by_owner
+from hessquant.formats.fused import FusedSet, sets_among
+from hessquant.models.flow import MIN_ROWS
 from hessquant.models.probe import Probe
 from hessquant.models.recorder import ProbedProduct
 from hessquant.planning.patterns import match_all
-from hessquant.records import Target, TensorInfo
-
-_Weight = TypeVar("_Weight", ProbedProduct, Target)
-
-MIN_ROWS = 64
-"""A weight with fewer outputs is a gate, unless these are the hidden state or servers make it one matrix with larger
-ones: it is not worth its risk, and kernels need as many on each device (MIN_THREAD_N of vLLM's marlin_utils.py)."""
-
-EXCLUDED = "excluded by pattern"
-"""How the reason begins where the user left a weight out."""
+from hessquant.planning.untouched import EXCLUDED, left_alone, namesakes, product_fault, reason_left
+from hessquant.records import TensorInfo
 
 
 def select_targets(
@@ -38,13 +30,13 @@ def select_targets(
     included = match_all("include", config.include, names)
     excluded = match_all("exclude", config.exclude, names)
     _refuse_unnamed(probe, tensors)
-    candidates = {product.name: product for product in probe.products if _product_fault(product, probe) is None}
+    candidates = {product.name: product for product in probe.products if product_fault(product, probe) is None}
     head = head_product(probe)
     if head is not None and any(head.name in matched for matched in included.values()):
         candidates[head.name] = head
     _check_included(included, candidates, probe)
 
-    asked = named(included)
+    asked = frozenset().union(*included.values())
     reasons = {
         name: product.chooses or f"only {product.rows} rows"
         for name, product in _gates(candidates, probe.hidden_size).items()
@@ -74,7 +66,7 @@ def _gates(candidates: Mapping[str, ProbedProduct], hidden_size: int) -> dict[st
     rows = {name: product.rows for name, product in candidates.items()}
     for fused, members in fused_sets(candidates.values()):
         # What some servers fuse stays or goes together; gates that are fused with each other alone are gates still.
-        if not fused.architectures:
+        if not fused.architecture:
             together = (sum if fused.everywhere else max)(product.rows for product in members)
             rows |= {product.name: max(together, rows[product.name]) for product in members}
     return {
@@ -85,47 +77,9 @@ def _gates(candidates: Mapping[str, ProbedProduct], hidden_size: int) -> dict[st
     }
 
 
-def named(matched: Mapping[str, frozenset[str]]) -> frozenset[str]:
-    """All names that some patterns match."""
-    return frozenset().union(*matched.values())
-
-
 def known_names(probe: Probe, tensors: Iterable[str]) -> list[str]:
     """Every name that a pattern may mean."""
     return list(dict.fromkeys([*tensors, *probe.parameters, *(product.name for product in probe.products)]))
-
-
-def namesakes(products: Iterable[ProbedProduct], tensors: Iterable[str], probe: Probe) -> dict[str, list[str]]:
-    """Tensors that hold a weight's parameter under another of its names, with the weights in it."""
-    held: dict[str, dict[str, list[str]]] = {}
-    for product in products:
-        own = product.part_of or product.name
-        key = probe.keys.get(own, own)
-        parameter = probe.parameters.get(key)
-        if parameter is not None and parameter.role == "weight":
-            held.setdefault(parameter.same_as, {}).setdefault(key, []).append(product.name)
-    found = {}
-    for name in tensors:
-        parameter = probe.parameter_of(name)
-        under = held.get(parameter.same_as, {}) if parameter is not None else {}
-        if under and probe.keys.get(name, name) not in under:
-            found[name] = [weight for members in under.values() for weight in members]
-    return found
-
-
-def left_alone(
-    chosen: Collection[ProbedProduct], reasons: Mapping[str, str], tensors: Mapping[str, TensorInfo], probe: Probe
-) -> dict[str, str]:
-    """Why each tensor that is not taken stays as it is."""
-    # A stack that is one tensor is taken as a whole or not at all, and a parameter under all of its names.
-    taken = {product.name for product in chosen} | {product.part_of for product in chosen}
-    taken |= namesakes(chosen, tensors, probe).keys()
-    of_stacks = {product.part_of: reasons[product.name] for product in probe.products if product.name in reasons}
-    return {
-        name: reasons.get(name) or of_stacks.get(name) or reason_left(info, probe)
-        for name, info in tensors.items()
-        if name not in taken
-    }
 
 
 def head_product(probe: Probe) -> ProbedProduct | None:
@@ -139,54 +93,6 @@ def head_product(probe: Probe) -> ProbedProduct | None:
             if own and product.whole and product.calls == 1 and name.endswith(".weight"):
                 return replace(product, name=name) if tied else product
     return None
-
-
-def _product_fault(product: ProbedProduct, probe: Probe) -> str | None:
-    """Why a matrix cannot be a target; None if it can."""
-    parameter = probe.parameters[product.parameter]
-    if parameter.role != "weight" or len(parameter.shape) < 2 or parameter.block is None:
-        return _parameter_fault(product.parameter, probe) or "left in 16 bit"
-    if not product.whole:
-        return product.fault or "not multiplied as a whole matrix"
-    if product.module in probe.blocks and not probe.whole:
-        return f"held by the block {product.module} itself, not by a module of its own"
-    return None if product.name.endswith(".weight") else "not named `<module>.weight`"
-
-
-def _parameter_fault(name: str, probe: Probe) -> str | None:
-    """Why a parameter cannot be a target, but for how it is multiplied; None if it can."""
-    parameter = probe.parameters[name]
-    if parameter.role == "embedding":
-        return "embedding" if parameter.same_as == name else f"head, tied to {parameter.same_as}"
-    if parameter.role == "head":
-        return "head (left in 16 bit)"
-    if len(parameter.shape) < 2:
-        return "bias" if name.endswith("bias") else "norm or vector"
-    if parameter.same_as not in probe.multiplied:
-        return "not multiplied by the forward pass"
-    if parameter.block is None:
-        return "outside the blocks"
-    return None if parameter.same_as == name else f"tied to {parameter.same_as}"
-
-
-def reason_left(info: TensorInfo, probe: Probe) -> str:
-    """Why a tensor stays as it is, where no pattern says so."""
-    if info.name in probe.buffers:
-        return "buffer"
-    key = probe.keys.get(info.name, info.name)
-    if key not in probe.parameters:
-        return "unknown to the model class; copied as it is"
-    fault = _parameter_fault(key, probe)
-    if fault is None:
-        fault = next(
-            (
-                _product_fault(product, probe)
-                for product in probe.products
-                if product.parameter == key and (product.part_of == info.name or product.name in (info.name, key))
-            ),
-            None,
-        )
-    return fault or "in another layout than the model's, which cannot be followed"
 
 
 def _check_included(
@@ -209,29 +115,10 @@ def _check_included(
             raise PlanError(f"include pattern {pattern!r} matches nothing that can be quantized: {name} is {why}")
 
 
-def fused_sets(weights: Iterable[_Weight]) -> list[tuple[FusedSet, list[_Weight]]]:
+def fused_sets(products: Iterable[ProbedProduct]) -> list[tuple[FusedSet, list[ProbedProduct]]]:
     """Weights that some server makes one matrix of."""
-    known = {weight.name.removesuffix(".weight"): weight for weight in weights}
-    return [
-        (fused, [known[module] for module in modules])
-        for leaves in parts_by_owner(known).values()
-        for fused in FUSED
-        if (modules := fused.members(leaves))
-    ]
-
-
-def _refuse_parted_stacks(candidates: Iterable[ProbedProduct], reasons: Mapping[str, str]) -> None:
-    stacks: dict[str, list[str]] = {}
-    for product in candidates:
-        if product.part_of:
-            stacks.setdefault(product.part_of, []).append(product.name)
-    for tensor, members in stacks.items():
-        out = [name for name in members if name in reasons]
-        if out and len(out) < len(members):
-            raise PlanError(
-                f"{out[0]} would stay in 16 bit ({reasons[out[0]]}), but not all of {tensor}, which is one tensor: "
-                "exclude all of its matrices or none"
-            )
+    known = {product.name.removesuffix(".weight"): product for product in products}
+    return [(fused, [known[module] for module in modules]) for fused, _, modules in sets_among(known)]
 
 
 def _refuse_unnamed(probe: Probe, tensors: Mapping[str, TensorInfo]) -> None:
@@ -256,6 +143,20 @@ def _refuse_self_routed(chosen: Iterable[ProbedProduct], probe: Probe) -> None:
     if closed or not modules:
         why = f"{closed[0]} chooses its experts itself" if closed else "no weight of it is an expert's"
         raise PlanError(f"{probe.architecture}: --experts all is not possible, {why}; use --experts routed")
+
+
+def _refuse_parted_stacks(candidates: Iterable[ProbedProduct], reasons: Mapping[str, str]) -> None:
+    stacks: dict[str, list[str]] = {}
+    for product in candidates:
+        if product.part_of:
+            stacks.setdefault(product.part_of, []).append(product.name)
+    for tensor, members in stacks.items():
+        out = [name for name in members if name in reasons]
+        if out and len(out) < len(members):
+            raise PlanError(
+                f"{out[0]} would stay in 16 bit ({reasons[out[0]]}), but not all of {tensor}, which is one tensor: "
+                "exclude all of its matrices or none"
+            )
 
 
 def _refuse_parted_sets(candidates: Iterable[ProbedProduct], reasons: Mapping[str, str]) -> None:

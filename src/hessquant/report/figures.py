@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from math import fsum
 from statistics import median
 
-from hessquant.records import CalibrationRecord, LayerRecord, Plan, ServerVerdict
+from hessquant.records import Plan, ServerVerdict
 from hessquant.report.units import format_bytes
+from hessquant.results import CalibrationRecord, LayerRecord
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 
-from hessquant.records import LayerRecord, RunReport
 from hessquant.report.charts import Bound, Point, bounds_chart, legend, loss_chart, output_error_chart
 from hessquant.report.figures import (
     Totals,
@@ -18,7 +17,8 @@ from hessquant.report.figures import (
     variety,
     worst,
 )
-from hessquant.report.units import format_bytes, format_percent, format_ratio, format_seconds
+from hessquant.report.units import format_bytes, format_grid, format_group, format_percent, format_ratio, format_seconds
+from hessquant.results import LayerRecord, RunReport
 
 PAGE_NAME = "hessquant-report.html"
 """File name of the page within an output directory."""
@@ -160,7 +160,7 @@ def _layer_cells(layer: LayerRecord) -> Iterable[str]:
     figures: tuple[tuple[str, float | None], ...] = (
         (f"{layer.rows} x {layer.columns}", layer.rows * layer.columns),
         (str(layer.bits), layer.bits),
-        (_group(layer.group_size), layer.columns if layer.group_size == -1 else layer.group_size),
+        (format_group(layer.group_size), layer.columns if layer.group_size == -1 else layer.group_size),
         (f"{layer.tokens:,}", layer.tokens),
         ("-" if layer.effective_rank is None else f"{layer.effective_rank:,}", layer.effective_rank),
         (format_ratio(layer.relative_to_rtn), layer.relative_to_rtn),
@@ -206,13 +206,8 @@ def _details(report: RunReport) -> str:
 
 
 def _grids(report: RunReport) -> str:
-    targets = report.plan.targets
-    grids = sorted({f"{target.bits}-bit {'symmetric' if target.symmetric else 'asymmetric'}" for target in targets})
-    return escape(f"{', '.join(grids)}, group {_group(report.plan.group_size)}")
-
-
-def _group(group_size: int) -> str:
-    return "row" if group_size == -1 else str(group_size)
+    grids = sorted({format_grid(target.grid) for target in report.plan.targets})
+    return escape(f"{', '.join(grids)}, group {format_group(report.plan.group_size)}")
 
 
 def _section(title: str, note: str, body: str) -> str:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from hessquant.errors import NonFiniteError
-from hessquant.records import Evaluation, ExportReport, Inspection, LayerRecord, Plan, RunReport
+from hessquant.records import GridSpec, Plan
 from hessquant.report.figures import relative_output_error, totals
+from hessquant.results import Evaluation, ExportReport, Inspection, LayerRecord, RunReport
 
 REPORT_NAME = "hessquant-report.json"
 """File name of the report within an output directory."""
@@ -46,6 +47,7 @@ def _built(kind: Any, value: Any) -> Any:
     if isinstance(kind, type) and is_dataclass(kind):
         hints = get_type_hints(kind)
         # What a report of an earlier version does not have yet is what the record takes in its place.
+        value = value | {name: value for name, hint in hints.items() if hint is GridSpec and name not in value}
         known = (field for field in fields(kind) if field.name in value or field.default is MISSING)
         return kind(**{field.name: _built(hints[field.name], value[field.name]) for field in known})
     if get_origin(kind) is tuple:
@@ -63,6 +65,9 @@ def _plain(value: Any, path: str) -> Any:
     """Turn records, mappings and sequences into what `json` knows; `path` names the place in errors."""
     if is_dataclass(value) and not isinstance(value, type):
         plain = {field.name: _plain(getattr(value, field.name), f"{path}.{field.name}") for field in fields(value)}
+        # A weight's grid stands among what else is said of the weight, without a level of its own.
+        for name in [field.name for field in fields(value) if isinstance(getattr(value, field.name), GridSpec)]:
+            plain |= plain.pop(name)
         return plain | {key: _plain(item, f"{path}.{key}") for key, item in _derived(value).items()}
     if isinstance(value, Mapping):
         return {str(key): _plain(item, f"{path}.{key}") for key, item in value.items()}

@@ -11,8 +11,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Column
 from rich.text import Text
 
-from hessquant.records import LayerRecord
 from hessquant.report.units import format_bytes, format_ratio, format_seconds
+from hessquant.results import LayerRecord
 
 _STATM = Path("/proc/self/statm")
 _LINES_PER_STAGE = 10
@@ -35,7 +35,7 @@ def resident_bytes() -> int | None:
 
 
 class BarProgress:
-    """Implements `hessquant.records.Progress` by one live bar on `console`; finished stages become lines."""
+    """Implements `hessquant.results.Progress` by one live bar on `console`; finished stages become lines."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -93,7 +93,7 @@ class BarProgress:
 
 
 class LineProgress:
-    """Implements `hessquant.records.Progress` by about ten plain lines per stage on `console`."""
+    """Implements `hessquant.results.Progress` by about ten plain lines per stage on `console`."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from hessquant.records import Evaluation, ExportReport, Inspection, LayerRecord, Plan, RunReport, Target
+from hessquant.records import Plan, Target
 from hessquant.report.figures import (
     by_kind,
     kind,
@@ -26,7 +26,16 @@ from hessquant.report.figures import (
 )
 from hessquant.report.html import PAGE_NAME
 from hessquant.report.json_report import REPORT_NAME
-from hessquant.report.units import format_bytes, format_percent, format_range, format_ratio, format_seconds
+from hessquant.report.units import (
+    format_bytes,
+    format_grid,
+    format_group,
+    format_percent,
+    format_range,
+    format_ratio,
+    format_seconds,
+)
+from hessquant.results import Evaluation, ExportReport, InspectedWeight, Inspection, LayerRecord, RunReport
 
 _WORST_SHOWN = 5
 _LABEL_WIDTH = 26
@@ -39,7 +48,7 @@ def render_plan(plan: Plan) -> RenderableType:
     return _page(
         _plan_facts(plan),
         None if plan.fits else _sentences("This machine cannot hold it", memory_sentences(plan), "yellow"),
-        _targets_table(plan.targets) if plan.targets else None,
+        _weights_table(plan.targets) if plan.targets else None,
         _untouched_table(plan) if plan.untouched else None,
         _servers_table(plan) if plan.servers else None,
     )
@@ -99,10 +108,7 @@ def render_inspection(inspection: Inspection) -> RenderableType:
         ("Other tensors", f"{len(inspection.untouched):,}, {format_bytes(copied)}"),
         ("Size", format_bytes(inspection.total_bytes)),
     )
-    table = _weights_table(
-        (weight.name, weight.rows, weight.columns, weight.bits, weight.group_size, weight.symmetric)
-        for weight in inspection.weights
-    )
+    table = _weights_table(inspection.weights)
     verdict = _sentences("Faults", inspection.faults, "red") if inspection.faults else Text("No faults found.")
     unchecked = Text(f"Not compared with the model that its config names: {inspection.unchecked}")
     return _page(facts, table if inspection.weights else None, verdict, unchecked if inspection.unchecked else None)
@@ -111,8 +117,8 @@ def render_inspection(inspection: Inspection) -> RenderableType:
 def _plan_facts(plan: Plan) -> Table:
     blocks = " + ".join(f"{count} x {name}" for name, count in Counter(map(kind, plan.blocks)).items())
     smaller = plan.output_bytes / plan.source_bytes if plan.source_bytes else 1.0
-    grids = ", ".join(sorted({_grid(target.bits, target.symmetric) for target in plan.targets}))
-    groups = ", ".join(map(_group, sorted({target.group_size for target in plan.targets})))
+    grids = ", ".join(sorted({format_grid(target.grid) for target in plan.targets}))
+    groups = ", ".join(map(format_group, sorted({target.grid.group_size for target in plan.targets})))
     size = f"{format_bytes(plan.source_bytes)} -> {format_bytes(plan.output_bytes)} ({format_percent(smaller)})"
     return _facts(
         ("Model", f"{plan.source} ({plan.architecture})"),
@@ -142,24 +148,17 @@ def _memory(plan: Plan) -> str:
     return f"{about} of the machine's {format_bytes(plan.machine_memory)}" if plan.machine_memory else about
 
 
-def _targets_table(targets: Sequence[Target]) -> Table:
-    return _weights_table(
-        (target.name, target.rows, target.columns, target.bits, target.group_size, target.symmetric)
-        for target in targets
-    )
-
-
-def _weights_table(weights: Iterable[tuple[str, int, int, int, int, bool]]) -> Table:
-    """Rows of (name, rows, columns, bits, group size, symmetric), like ones counted instead of listed."""
-    counted = Counter((kind(weight[0]), *weight[1:]) for weight in weights)
+def _weights_table(weights: Iterable[Target | InspectedWeight]) -> Table:
+    """Weights by name, shape and grid, like ones counted instead of listed."""
+    counted = Counter((kind(weight.name), weight.rows, weight.columns, weight.grid) for weight in weights)
     labels = kind_labels(name for name, *_ in counted)
     table = _table("Quantized weights", footer=True)
     table.add_column("weight", "total", overflow="fold")
     for heading in ("rows x columns", "grid", "group"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("count", f"{sum(counted.values()):,}", justify="right", no_wrap=True)
-    for (name, rows, columns, bits, group_size, symmetric), count in counted.items():
-        _row(table, labels[name], f"{rows} x {columns}", _grid(bits, symmetric), _group(group_size), f"{count:,}")
+    for (name, rows, columns, grid), count in counted.items():
+        _row(table, labels[name], f"{rows} x {columns}", format_grid(grid), format_group(grid.group_size), f"{count:,}")
     return table
 
 
@@ -268,14 +267,6 @@ def _run_facts(report: RunReport, out: Path) -> Table:
         ("Report", str(out / REPORT_NAME)),
         ("Page", str(out / PAGE_NAME)),
     )
-
-
-def _grid(bits: int, symmetric: bool) -> str:
-    return f"{bits}-bit {'symmetric' if symmetric else 'asymmetric'}"
-
-
-def _group(group_size: int) -> str:
-    return "row" if group_size == -1 else str(group_size)
 
 
 def _page(*parts: RenderableType | None) -> Group:

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hessquant.records import GridSpec
+
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -41,6 +43,20 @@ def format_percent(share: float | None) -> str:
     ('0.123 %', '50 %', '4e-08 %', '-')
     """
     return "-" if share is None else f"{100 * share:.3g} %"
+
+
+def format_grid(grid: GridSpec) -> str:
+    """Give a grid without its groups.
+
+    >>> format_grid(GridSpec(4, symmetric=False))
+    '4-bit asymmetric'
+    """
+    return f"{grid.bits}-bit {'symmetric' if grid.symmetric else 'asymmetric'}"
+
+
+def format_group(group_size: int) -> str:
+    """Give a group size, "row" where a row is one group."""
+    return "row" if group_size == -1 else str(group_size)
 
 
 def format_ratio(ratio: float | None) -> str:

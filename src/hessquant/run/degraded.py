@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 
-from hessquant.records import CalibrationRecord, LayerRecord
+from hessquant.results import CalibrationRecord, LayerRecord
 
 _LARGEST_POOLED_SHARE = 0.5
 """Weight of the common Hessian above which an expert counts as degraded: most of what it is fitted to is others'."""

@@ -12,12 +12,13 @@ from hessquant.core import gptq
 from hessquant.core.experts import pooled, shrink
 from hessquant.core.factor import Factor, factorize
 from hessquant.core.gptq import Solution
-from hessquant.core.grid import GridSpec, QuantizedWeight
+from hessquant.core.grid import QuantizedWeight
 from hessquant.core.hessian import HessianStatistics, hessian
 from hessquant.core.rank import effective_rank
 from hessquant.errors import FactorizationError, GridError, NonFiniteError
 from hessquant.kernels.dispatch import kernels_for
-from hessquant.records import LayerRecord, Location, Target
+from hessquant.records import Location, Target
+from hessquant.results import LayerRecord
 
 
 class TargetSolver:
@@ -101,7 +102,7 @@ class TargetSolver:
         alike: dict[int, list[str]] = {}
         for name in members:
             ordered_by = name if self._config.order == "group" else members[0]
-            alike.setdefault(_spec(self._targets[ordered_by]).width(columns), []).append(name)
+            alike.setdefault(self._targets[ordered_by].grid.width(columns), []).append(name)
         return alike
 
     def _solve_one(
@@ -118,7 +119,7 @@ class TargetSolver:
         target = self._targets[name]
         weight = matrix_at(parameters, target)
         kernels = kernels_for(weight.device, weight.numel())
-        solution = gptq.solve(weight, mean, factor, _spec(target), self._config, kernels)
+        solution = gptq.solve(weight, mean, factor, target.grid, self._config, kernels)
         put_back(solution.weight, target, parameters)
         self.quantized[name] = solution.weight
         seconds = time.perf_counter() - started
@@ -163,10 +164,6 @@ def _rows_of(matrix: Tensor, location: Location) -> Tensor:
     return matrix[location.to_row :: location.to_step][: location.rows]
 
 
-def _spec(target: Target) -> GridSpec:
-    return GridSpec(target.bits, target.symmetric, target.group_size)
-
-
 def _record(
     target: Target,
     leader: str,
@@ -181,8 +178,8 @@ def _record(
         name=target.name,
         rows=target.rows,
         columns=target.columns,
-        bits=target.bits,
-        group_size=target.group_size,
+        bits=target.grid.bits,
+        group_size=target.grid.group_size,
         tokens=tokens,
         shares_hessian_with=leader,
         pooled_share=share,

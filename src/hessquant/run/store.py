@@ -21,10 +21,11 @@ from typing import Any, Self
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from hessquant.core.grid import Grid, GridSpec, QuantizedWeight
+from hessquant.core.grid import Grid, QuantizedWeight
 from hessquant.errors import CheckpointError, RunError
 from hessquant.files import HeldFile, replacing
-from hessquant.records import LayerRecord, Target
+from hessquant.records import Target
+from hessquant.results import LayerRecord
 from hessquant.run.names import BLOCK, LOCK_FILE, PARTIAL, RUN_FILE, block_path, count_finished, foreign
 
 _PARTS = ("codes", "scales", "zeros")
@@ -201,7 +202,7 @@ class StoredWeights(Mapping[str, QuantizedWeight]):
                 codes, scales, zeros = (file.get_tensor(f"{name}.{part}") for part in _PARTS)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path}: {name} cannot be read back: {error}; repeat the command") from error
-        return QuantizedWeight(codes, Grid(GridSpec(target.bits, target.symmetric, target.group_size), scales, zeros))
+        return QuantizedWeight(codes, Grid(target.grid, scales, zeros))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._targets)

@@ -3,8 +3,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hessquant.formats.exact import expressions
-from hessquant.formats.spellings import prefixes_vary, spellings
+from hessquant.formats.names import expressions, prefixes_vary, spellings
 
 LAYERS, EXPERTS, LEAVES = range(12), range(3), ("up", "down", "1")
 ALL = [f"model.layers.{i}.experts.{e}.{leaf}" for i in LAYERS for e in EXPERTS for leaf in LEAVES]
