@@ -8,11 +8,10 @@ from tests.problems import ORDERS, layers, loss_of, random_layer, swept
 import hessquant
 from hessquant.config import Config
 from hessquant.core import gptq
-from hessquant.core.bounds import expected_sweep_loss, order_free_floor
 from hessquant.core.factor import factorize
 from hessquant.core.gptq import Kernels, sweep
 from hessquant.core.grid import QuantizedWeight, encode, min_max, scale_factors
-from hessquant.core.objective import loss
+from hessquant.core.objective import expected_sweep_loss, loss, order_free_floor
 from hessquant.core.obq import damped
 from hessquant.core.refine import descend
 from hessquant.errors import GridError, NonFiniteError

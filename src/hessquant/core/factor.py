@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from hessquant.config import Order
-from hessquant.core.order import column_order
 from hessquant.errors import FactorizationError, NonFiniteError
 
 LARGEST_DAMPING = 1.0
 """Damping is never raised above this fraction of the mean diagonal."""
 
 _FIRST_RETRY = 1e-6
+
+_NOTICEABLE = 0.01
+"""Of the mean variance of an input: below that, what an input says of its own counts as nothing."""
 
 _CHUNK = 1 << 20
 """Elements that are gathered or turned around at once: all that a factorisation holds besides its one matrix."""
@@ -59,6 +61,35 @@ class Factor:
         if bool(self.dead.any()) and not bool(self.dead.all()):
             squares[self.dead] = squares[~self.dead].mean()
         return squares
+
+
+def column_order(diagonal: Tensor, order: Order, group_width: int) -> Tensor:
+    """Columns in the order the sweep visits them.
+
+    "activation": descending H_jj, groups staying contiguous channels with scales fixed before the sweep. "group": whole
+    groups by descending mean H_jj, and within a group by descending H_jj. "natural": 0, 1, 2, ...
+
+    Args:
+        diagonal: H_jj, [columns].
+        order: Which order.
+        group_width: Columns per group; divides the columns.
+
+    Returns:
+        int64 [columns], a permutation; ties keep their natural order.
+
+    >>> column_order(torch.tensor([1.0, 3.0, 2.0, 9.0]), "activation", 2).tolist()
+    [3, 1, 2, 0]
+    >>> column_order(torch.tensor([1.0, 3.0, 2.0, 9.0]), "group", 2).tolist()
+    [3, 2, 1, 0]
+    """
+    if order == "natural":
+        return torch.arange(len(diagonal), device=diagonal.device)
+    if order == "activation":
+        return torch.argsort(diagonal, descending=True, stable=True)
+    groups = diagonal.view(-1, group_width)
+    by_mean = torch.argsort(groups.mean(1), descending=True, stable=True)
+    within = torch.argsort(groups, dim=1, descending=True, stable=True)
+    return (by_mean.unsqueeze(1) * group_width + within[by_mean]).flatten()
 
 
 def factorize(
@@ -151,3 +182,30 @@ def _turn_around(values: Tensor) -> None:
         kept = first.flip(0)
         first.copy_(last.flip(0))
         last.copy_(kept)
+
+
+def effective_rank(factor: Factor, hessian: Tensor) -> int:
+    """Inputs whose variance is not explained by those visited after them.
+
+    M_jj^2 is the variance of input j that those after it leave unexplained, and the damping. Where inputs have been few
+    different vectors, most of it is damping alone. It costs nothing once the factor is there
+    (`docs/decisions/0017-variety.md`).
+
+    Args:
+        factor: Of the damped Hessian.
+        hessian: [columns, columns], undamped.
+
+    Returns:
+        0 to columns. A dead column does not count.
+
+    >>> inputs = torch.tensor([[1.0, 2.0, 3.0], [2.0, 4.0, -7.0]])
+    >>> alike = inputs.T @ inputs
+    >>> effective_rank(factorize(alike, damping=1e-3, order="natural", group_width=3), alike)
+    2
+    """
+    live = ~factor.dead
+    if not bool(live.any()):
+        return 0
+    mean = float(hessian.diagonal()[live].double().mean())
+    own = factor.importance[live] - mean * factor.damping_used
+    return int((own > _NOTICEABLE * mean).sum())

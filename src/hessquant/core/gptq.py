@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from hessquant.config import Config
-from hessquant.core import bounds
 from hessquant.core.factor import Factor
 from hessquant.core.grid import (
     Grid,
@@ -31,7 +30,7 @@ from hessquant.core.grid import (
     scale_factors,
 )
 from hessquant.core.hessian import first_non_finite
-from hessquant.core.objective import loss_per_row
+from hessquant.core.objective import expected_sweep_loss, loss_per_row, order_free_floor
 from hessquant.core.refine import descend
 from hessquant.errors import NonFiniteError
 from hessquant.records import GridSpec
@@ -53,8 +52,8 @@ class Solution:
         loss: Loss of `weight`.
         rtn_loss: Loss of round-to-nearest on the min-max grid.
         output_energy: tr(W H W^T).
-        expected_loss: `bounds.expected_sweep_loss`.
-        floor: `bounds.order_free_floor`.
+        expected_loss: `objective.expected_sweep_loss`.
+        floor: `objective.order_free_floor`.
         fallback_rows: Rows where round-to-nearest was better and was kept.
         zero_groups: Groups of zeros.
         tiny_groups: Groups whose scale had to be raised to the smallest that can be stored.
@@ -119,8 +118,8 @@ def solve(
         loss=unit * loss,
         rtn_loss=unit * float(nearest_loss.double().sum()),
         output_energy=unit * float(loss_per_row(weight, hessian).double().sum()),
-        expected_loss=bounds.expected_sweep_loss(swept.grid, factor),
-        floor=bounds.order_free_floor(swept.grid, factor),
+        expected_loss=expected_sweep_loss(swept.grid, factor),
+        floor=order_free_floor(swept.grid, factor),
         fallback_rows=int(worse.sum()),
         zero_groups=zero_groups,
         tiny_groups=tiny_groups,
