@@ -156,6 +156,13 @@ def test_dynamic_scales_fit_the_weights_as_gptq_sees_them(order, search):
             work[:, left] -= torch.outer(error / inverse[0, 0], inverse[0])
 
 
+def test_a_row_that_is_as_good_as_rounded_to_nearest_is_none_of_the_fallback():
+    weight, _ = random_layer(4, 8, seed=11)
+    identity = torch.eye(8, dtype=torch.float64)
+    solution = solved(weight, identity, GridSpec(bits=4), Config(scale_search=False, refinement_rounds=0))
+    assert (solution.fallback_rows, solution.loss) == (0, solution.rtn_loss)
+
+
 def test_float32_loses_no_more_than_rounding_against_the_oracle():
     weight, hessian = random_layer(64, 256, seed=5)
     spec = GridSpec(bits=4, group_size=64)

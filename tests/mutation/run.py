@@ -157,20 +157,20 @@ def main() -> int:
         (entry["where"], entry["was"], entry["now"])
         for entry in tomllib.loads(SURVIVORS.read_text(encoding="utf-8")).get("survivor", [])
     }
-    total, surviving = 0, []
+    total, surviving = 0, set()
     for module in asked.modules:
         count, found = survivors(module, asked.jobs)
         say(f"{module}: {len(found)} of {count} survive")
         total += count
-        surviving += [described(module, mutant) for mutant in found]
+        surviving |= {described(module, mutant) for mutant in found}
+        for where, was, now in sorted(surviving - named):
+            if where.split()[0] == module:
+                say(f"\n[[survivor]]\nwhere = {json.dumps(where)}\nwas = {json.dumps(was)}\nnow = {json.dumps(now)}")
+        for where, was, now in sorted(named - surviving):
+            if where.split()[0] == module:
+                say(f"named, but noticed or not there any more: {where}\n  was {was}\n  now {now}")
     say(f"{len(surviving)} of {total} faults survive, {len(surviving) / total:.1%}")
-    for where, was, now in sorted(named - set(surviving)):
-        if where.split()[0] in asked.modules:
-            say(f"named, but noticed or not there any more: {where}\n  was {was}\n  now {now}")
-    unnamed = [survivor for survivor in surviving if survivor not in named]
-    for where, was, now in unnamed:
-        say(f'\n[[survivor]]\nwhere = {json.dumps(where)}\nwas = {json.dumps(was)}\nnow = {json.dumps(now)}\nwhy = ""')
-    return 1 if unnamed else 0
+    return 1 if surviving - named else 0
 
 
 if __name__ == "__main__":

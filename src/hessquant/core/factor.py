@@ -47,10 +47,9 @@ class Factor:
 
     def damp(self, hessian: Tensor) -> Tensor:
         """The Hessian with what this factor was damped with, and with dead columns as it took them."""
-        diagonal = hessian.diagonal()
-        live_mean = diagonal[~self.dead].mean() if not bool(self.dead.all()) else diagonal.new_ones(())
         damped = hessian.clone()
-        damped.diagonal().add_(live_mean * (self.damping_used + self.dead.to(diagonal.dtype)))
+        added = self.damping_used + self.dead.to(hessian.dtype)
+        damped.diagonal().add_(_live_mean(hessian.diagonal(), self.dead) * added)
         return damped
 
     @property
@@ -58,7 +57,7 @@ class Factor:
         """M_jj^2 of each column in the columns' own order, [columns], float64; a dead column's is the live mean."""
         squares = torch.empty_like(self.diagonal)
         squares[self.order] = self.diagonal**2
-        if bool(self.dead.any()) and not bool(self.dead.all()):
+        if not bool(self.dead.all()):
             squares[self.dead] = squares[~self.dead].mean()
         return squares
 
@@ -123,7 +122,7 @@ def factorize(
         raise NonFiniteError(f"the Hessian is not finite at channel {channel}: an input was NaN or Inf")
     diagonal = hessian.diagonal().double()
     dead = diagonal == 0
-    live_mean = float(diagonal[~dead].mean()) if not bool(dead.all()) else 1.0
+    live_mean = _live_mean(diagonal, dead)
     visit = column_order(diagonal, order, group_width)
     backwards = visit.flip(0)
     undamped = (diagonal + dead.double() * live_mean)[backwards]
@@ -140,6 +139,11 @@ def factorize(
                 "sum of squares; check how its statistics were made"
             )
         wanted = min(max(10 * wanted, _FIRST_RETRY), LARGEST_DAMPING)
+
+
+def _live_mean(diagonal: Tensor, dead: Tensor) -> float:
+    """Mean of the diagonal's live elements; 1 if there are none."""
+    return float(diagonal[~dead].mean()) if not bool(dead.all()) else 1.0
 
 
 def _gathered(hessian: Tensor, visit: Tensor) -> Tensor:
@@ -204,8 +208,6 @@ def effective_rank(factor: Factor, hessian: Tensor) -> int:
     2
     """
     live = ~factor.dead
-    if not bool(live.any()):
-        return 0
-    mean = float(hessian.diagonal()[live].double().mean())
+    mean = _live_mean(hessian.diagonal().double(), factor.dead)
     own = factor.importance[live] - mean * factor.damping_used
     return int((own > _NOTICEABLE * mean).sum())

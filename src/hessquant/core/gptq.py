@@ -100,9 +100,8 @@ def solve(
         swept = QuantizedWeight(codes, grid)
     else:
         swept = dynamic_sweep(weight, factor, spec, config, kernels)
-    damped = factor.damp(hessian) if config.refinement_rounds else hessian
     for _ in range(config.refinement_rounds):
-        swept = descend(weight, swept, damped, block_size=config.block_size, kernel=kernels.sweep_block)
+        swept = descend(weight, swept, factor.damp(hessian), block_size=config.block_size, kernel=kernels.sweep_block)
     swept_loss = loss_per_row(weight - swept.dequantize(weight.dtype), hessian)
     nearest_grid = min_max(weight, spec)
     nearest = QuantizedWeight(encode(weight, nearest_grid), nearest_grid)
@@ -160,7 +159,7 @@ def sweep(weight: Tensor, factor: Factor, grid: Grid, *, block_size: int, kernel
     errors = torch.zeros_like(visited)
     codes = torch.empty(weight.shape[::-1], dtype=torch.uint8, device=weight.device)
     for start in range(0, len(order), block_size):
-        block = slice(start, min(start + block_size, len(order)))
+        block = slice(start, start + block_size)
         carried = lower[block, :start] @ errors[:start]
         codes[order[block]], errors[block] = kernel(
             visited[block], lower[block, block].contiguous(), carried, scales, zeros, group[block], grid.spec.top
@@ -207,8 +206,6 @@ def dynamic_sweep(weight: Tensor, factor: Factor, spec: GridSpec, config: Config
 
 def _take_rows(first: QuantizedWeight, second: QuantizedWeight, where: Tensor) -> QuantizedWeight:
     """`first` with the rows marked in `where` taken from `second`."""
-    if not bool(where.any()):
-        return first
     rows = where.unsqueeze(1)
     grid = Grid(
         first.grid.spec,

@@ -163,7 +163,7 @@ def affine(low: Tensor, high: Tensor, spec: GridSpec) -> tuple[Tensor, Tensor]:
     if spec.symmetric:
         zeros = torch.full_like(scales, spec.middle, dtype=torch.uint8)
     else:
-        zeros = torch.round(-low.clamp(max=0) / scales.to(low.dtype)).clamp(0, spec.top)
+        zeros = torch.round(-low / scales.to(low.dtype)).clamp(0, spec.top)
         # Any zero stands for a group of zeros; 0 itself is the one that some formats cannot store.
         zeros = torch.where(span == 0, spec.middle, zeros).to(torch.uint8)
     return scales, zeros
