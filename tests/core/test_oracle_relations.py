@@ -41,7 +41,9 @@ def test_the_block_size_does_not_change_the_integers(layer, order, block_size):
 def test_obq_in_natural_order_gives_the_integers_of_gptq(layer):
     weight, hessian, spec = layer
     grid = min_max(weight, spec)
-    assert torch.equal(obq(weight, hessian, grid, rule="natural"), swept(weight, hessian, spec))
+    codes = swept(weight, hessian, spec)
+    assert torch.equal(obq(weight, hessian, grid, rule="natural"), codes)
+    assert torch.equal(gptq_reference(weight, hessian, grid), codes)
 
 
 @relation
