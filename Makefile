@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PYTHON ?= python3
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check bench coverage acceptance clean
+.PHONY: demo test check mutation bench coverage acceptance clean
 
 # A bare `torch` from PyPI brings gigabytes of CUDA; this one is the CPU build where an index offers it.
 $(STAMP): pyproject.toml
@@ -29,6 +29,11 @@ check: $(STAMP)
 
 test: check
 	$(BIN)/pytest
+
+# Faults put into core/ and the plain kernels, one at a time: does a test fail? About half an hour on two cores.
+# Those that no test can tell are named in tests/mutation/survivors.toml.
+mutation: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutation/run.py
 
 # About two hours; each script says what it does, and can be run alone.
 bench: $(STAMP)

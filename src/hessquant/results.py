@@ -76,8 +76,8 @@ class LayerRecord:
         loss: Loss of the written weights.
         rtn_loss: Loss of plain round-to-nearest on the min-max grid.
         output_energy: tr(W H W^T), so that loss / output_energy is the relative output error.
-        expected_loss: What the theory expects of the sweep on this grid (`core.bounds`).
-        floor: What no column order can be expected to beat (`core.bounds`).
+        expected_loss: What the theory expects of the sweep on this grid (`core.objective`).
+        floor: What no column order can be expected to beat (`core.objective`).
         damping: Damping asked for.
         damping_used: Damping that the factorisation succeeded with.
         factorizations: Attempts that took.
@@ -86,7 +86,7 @@ class LayerRecord:
         zero_groups: Groups of all-zero weights.
         tiny_groups: Groups whose scale was raised to the smallest the stored dtype holds.
         seconds: Wall time of the solve.
-        effective_rank: Inputs that say something of their own (`core.rank`), at most `columns`; None in reports that
+        effective_rank: Inputs that say something of their own (`core.factor`), at most `columns`; None in reports that
             did not count them.
     """
 

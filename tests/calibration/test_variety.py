@@ -14,8 +14,6 @@ import hessquant
 from hessquant.calibration.model_inputs import model_inputs
 from hessquant.calibration.variety import Variety, variety_of
 from hessquant.calibration.windows import calibration_record
-from hessquant.core.factor import factorize
-from hessquant.core.rank import effective_rank
 from hessquant.records import TokenWindow
 from hessquant.report.degraded import text_degradations
 from hessquant.report.json_report import from_json, to_json
@@ -28,26 +26,6 @@ def test_counts_are_of_windows_tokens_and_runs_of_eight():
     samples = [model_inputs({"input_ids": [[5, 6]], "pixel_values": [[value]]}, "s") for value in (0.5, 0.5, 0.7)]
     assert variety_of(samples) == Variety(2, 2, 3, 1)
     assert variety_of([model_inputs({"pixel_values": [[0.5]]}, "s")]) == Variety(1, 0, 0, 0)
-
-
-def gram(vectors, repeats, columns, scale=None):
-    inputs = torch.randn(vectors, columns, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    inputs = inputs.repeat(repeats, 1) * (1 if scale is None else scale)
-    return inputs.T @ inputs / len(inputs)
-
-
-@pytest.mark.parametrize("order", ["activation", "natural"])
-@pytest.mark.parametrize("unit", [1e-9, 1.0, 1e9])
-def test_the_effective_rank_tells_few_vectors_from_many(order, unit):
-    def rank(hessian):
-        return effective_rank(factorize(unit * hessian, damping=0.01, order=order, group_width=64), unit * hessian)
-
-    few, many = gram(9, 50, 64), gram(450, 1, 64)
-    assert 9 <= rank(few) < 25
-    assert rank(many) == 64
-    many[5], many[:, 5] = 0, 0
-    assert rank(many) == 63
-    assert rank(torch.zeros(64, 64)) == 0
 
 
 def record_of(columns, rank, tokens, run_report):

@@ -27,8 +27,9 @@ def test_the_mean_is_between_the_experts_own_and_the_pools():
     assert torch.equal(mean, expected)
 
 
-def test_without_tokens_the_hessian_is_the_identity():
-    mean, share = shrink(None, statistics_of(correlated_inputs(256, COLUMNS, 1)))
+@pytest.mark.parametrize("own", [None, HessianStatistics.empty(COLUMNS, torch.float64)], ids=["none", "empty"])
+def test_without_tokens_the_hessian_is_the_identity(own):
+    mean, share = shrink(own, statistics_of(correlated_inputs(256, COLUMNS, 1)))
     assert torch.equal(mean, torch.eye(COLUMNS, dtype=torch.float64))
     assert share == 1
 

@@ -50,6 +50,23 @@ def test_scales_are_finite_positive_and_of_the_stored_dtype_and_zeros_are_codes(
     assert (grid.zeros <= spec.top).all()
 
 
+@settings(max_examples=80, deadline=None)
+@given(layers(), st.sampled_from([-1.0, 0.0, 1.0]))
+def test_the_grid_reaches_from_the_least_weight_to_the_largest_and_holds_zero(layer, side):
+    weight, _, spec = layer
+    # As they are, or all of one sign.
+    weight = weight if not side else side * weight.abs()
+    groups = weight.view(len(weight), -1, spec.width(weight.shape[1]))
+    grid = min_max(weight, spec)
+    if spec.symmetric:
+        step, zeros = 2 * groups.abs().amax(-1) / spec.top, torch.full_like(grid.scales, 2 ** (spec.bits - 1))
+    else:
+        low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+        step, zeros = (high - low) / spec.top, (-low / grid.scales).round()
+    torch.testing.assert_close(grid.scales.double(), step, rtol=torch.finfo(grid.scales.dtype).eps, atol=2**-25)
+    assert torch.equal(grid.zeros.double(), zeros.double())
+
+
 def test_groups_of_zeros_dequantize_to_exact_zeros_and_tiny_ones_keep_a_positive_scale():
     # CASES A6.
     weight = torch.randn(16, 128, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16).float()
@@ -79,7 +96,7 @@ def test_a_tiny_group_is_kept_where_float16_has_subnormal_scales():
 
 def test_a_scale_that_overflows_float16_is_refused():
     with pytest.raises(GridError, match=r"does not fit torch\.float16.*1e\+06"):
-        min_max(torch.tensor([[1e6, 0.0]]), GridSpec(bits=4))
+        min_max(torch.tensor([[1e6, 0.0, 1.0, 0.0]]), GridSpec(bits=4, group_size=2))
 
 
 def test_a_group_size_that_does_not_divide_is_refused():
@@ -110,6 +127,11 @@ def test_one_scale_tried_on_a_symmetric_grid_holds_the_largest_weight_as_its_las
     assert errors[0] > 0.4 * largest / 2 ** (bits - 1)
 
 
+def test_the_scales_tried_go_down_to_two_fifths_in_even_steps():
+    factors = torch.tensor(scale_factors(GridSpec(bits=4, symmetric=False)), dtype=torch.float64)
+    torch.testing.assert_close(factors, torch.linspace(1, 0.4, 25, dtype=torch.float64))
+
+
 def test_smallest_scales_survive_float32_arithmetic():
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         assert torch.tensor(smallest_scale(dtype)).to(dtype).float().item() > 0
@@ -124,3 +146,10 @@ def test_raised_scales_are_counted_by_the_range_of_the_group():
     weight = torch.tensor([[0.0, 5e-7]])
     assert count_degenerate(weight, GridSpec(bits=4, symmetric=False)) == (0, 1)
     assert count_degenerate(weight, GridSpec(bits=4, symmetric=True)) == (0, 0)
+
+
+def test_a_scale_is_raised_only_below_the_smallest():
+    spec = GridSpec(bits=4, symmetric=False)
+    smallest = 15 * smallest_scale(torch.float16)
+    assert count_degenerate(torch.tensor([[smallest]]), spec) == (0, 0)
+    assert count_degenerate(torch.tensor([[smallest * (1 - 1e-6)]]), spec) == (0, 1)

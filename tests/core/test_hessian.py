@@ -78,6 +78,22 @@ def test_large_finite_inputs_are_not_taken_for_infinite_ones():
     assert hessian.first_non_finite(inputs) is None
 
 
+@pytest.mark.parametrize("columns", [3, 400])
+def test_what_is_above_the_diagonal_of_the_sum_does_not_count(columns):
+    inputs = correlated_inputs(5, columns, 7)
+    statistics = collected([inputs])
+    expected = hessian.hessian(statistics)
+    statistics.sum[torch.ones(columns, columns, dtype=torch.bool).triu(1)] = float("nan")
+    assert torch.equal(hessian.hessian(statistics), expected)
+
+
+def test_one_token_of_any_weight_is_its_own_mean():
+    inputs = correlated_inputs(1, 4, 8)
+    for weight in (0.25, 1.0, 4.0):
+        mean = hessian.hessian(collected([inputs], [torch.tensor([weight])]))
+        torch.testing.assert_close(mean, inputs.T @ inputs)
+
+
 def test_no_tokens_give_a_zero_hessian():
     assert not hessian.hessian(HessianStatistics.empty(3)).any()
 

@@ -8,8 +8,9 @@ from tests.problems import ORDERS, layers, loss_of, random_layer, swept
 
 from hessquant.core.factor import factorize
 from hessquant.core.gptq import sweep
-from hessquant.core.grid import Grid, QuantizedWeight, encode, min_max
+from hessquant.core.grid import Grid, QuantizedWeight, decode, encode, min_max
 from hessquant.core.obq import damped, gptq_reference, obq
+from hessquant.errors import NonFiniteError
 from hessquant.kernels import twin
 from hessquant.records import GridSpec
 
@@ -40,7 +41,9 @@ def test_the_block_size_does_not_change_the_integers(layer, order, block_size):
 def test_obq_in_natural_order_gives_the_integers_of_gptq(layer):
     weight, hessian, spec = layer
     grid = min_max(weight, spec)
-    assert torch.equal(obq(weight, hessian, grid, rule="natural"), swept(weight, hessian, spec))
+    codes = swept(weight, hessian, spec)
+    assert torch.equal(obq(weight, hessian, grid, rule="natural"), codes)
+    assert torch.equal(gptq_reference(weight, hessian, grid), codes)
 
 
 @relation
@@ -86,14 +89,66 @@ def test_the_two_weight_example_holds_to_the_digit():
     assert (codes - grid.zeros).tolist() == [[1, 1]]
 
 
-def test_the_selection_rules_of_obq_differ():
-    weight, hessian = random_layer(4, 16, seed=1)
-    grid = min_max(weight, GridSpec(bits=2))
-    results = {
-        rule: obq(weight, hessian, grid, rule=rule).tolist()
-        for rule in ("smallest-error", "natural", "largest-sensitivity")
-    }
-    assert results["smallest-error"] != results["natural"] != results["largest-sensitivity"]
+def obq_from_scratch(weight, hessian, grid, rule, outliers_first):
+    """OBQ without its recurrences: the free weights of least loss, given those that are rounded, anew each time."""
+    codes, columns, hessian = torch.zeros(weight.shape, dtype=torch.uint8), weight.shape[1], damped(hessian, 0.01)
+    for row, original in enumerate(weight):
+        one = Grid(grid.spec, grid.scales[[row]], grid.zeros[[row]])
+        steps = grid.scales[row].double().repeat_interleave(grid.spec.width(columns))
+        free, value = list(range(columns)), original.clone()
+        while free:
+            fixed = [column for column in range(columns) if column not in free]
+            inverse = torch.linalg.inv(hessian[free][:, free])
+            value[free] = original[free] + inverse @ hessian[free][:, fixed] @ (original - value)[fixed]
+            rounded = encode(value[None], one)
+            error = (value - decode(rounded, one, torch.float64)[0])[free]
+            excess = error.abs() / steps[free]
+            cost = {
+                "natural": torch.arange(len(free)),
+                "largest-sensitivity": inverse.diagonal(),
+                "smallest-error": error**2 / inverse.diagonal(),
+            }[rule]
+            outlier = outliers_first and excess.max() > 0.5 + 1e-6
+            column = free.pop(int(excess.argmax() if outlier else cost.argmin()))
+            codes[row, column] = rounded[0, column]
+            value[column] = decode(rounded, one, torch.float64)[0, column]
+    return codes
+
+
+@relation
+@given(layers(max_columns=12), st.sampled_from(["smallest-error", "natural", "largest-sensitivity"]), st.booleans())
+def test_obq_takes_one_weight_after_another_by_its_rule_and_solves_for_the_rest(layer, rule, outliers_first):
+    weight, hessian, spec = layer
+    # Half the range, so that there are outliers.
+    grid = min_max(weight, spec)
+    grid = Grid(spec, grid.scales / 2, grid.zeros)
+    expected = obq_from_scratch(weight, hessian, grid, rule, outliers_first)
+    assert torch.equal(obq(weight, hessian, grid, rule=rule, outliers_first=outliers_first), expected)
+
+
+def test_a_weight_halfway_between_two_values_is_no_outlier():
+    weight = torch.tensor([[0.1, 0.25]], dtype=torch.float64)
+    hessian = torch.tensor([[2.0, 1.9], [1.9, 2.0]], dtype=torch.float64)
+    grid = Grid(GridSpec(3, scale_dtype="float64"), torch.tensor([[0.5]], dtype=torch.float64), torch.tensor([[4]]))
+    codes = obq(weight, hessian, grid, rule="natural", damping=0.0, outliers_first=True)
+    assert (codes - grid.zeros).tolist() == [[0, 1]]
+
+
+@pytest.mark.parametrize("oracle", [gptq_reference, obq])
+def test_the_oracles_refuse_what_is_not_finite_and_leave_their_inputs_as_they_were(oracle):
+    weight, hessian = random_layer(3, 8, seed=5)
+    hessian[:, 2] = hessian[2] = 0
+    before, grid = (weight.clone(), hessian.clone()), min_max(weight, GridSpec(bits=4))
+    oracle(weight, hessian, grid)
+    assert torch.equal(weight, before[0])
+    assert torch.equal(hessian, before[1])
+    hessian[1, 1] = float("inf")
+    with pytest.raises(NonFiniteError, match="Hessian"):
+        oracle(weight, hessian, grid)
+
+
+def test_a_hessian_of_zeros_is_damped_to_a_multiple_of_the_identity():
+    assert torch.equal(damped(torch.zeros(3, 3), 0.5), 1.5 * torch.eye(3, dtype=torch.float64))
 
 
 def test_the_outlier_rule_rounds_a_weight_out_of_range_first():

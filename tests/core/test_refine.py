@@ -1,8 +1,9 @@
+import pytest
 import torch
 from hypothesis import given, settings
 from tests.problems import layers, random_layer, swept
 
-from hessquant.core.grid import QuantizedWeight, encode, min_max, scale_dtype
+from hessquant.core.grid import Grid, QuantizedWeight, encode, min_max, scale_dtype
 from hessquant.core.refine import descend
 from hessquant.kernels import twin
 from hessquant.records import GridSpec
@@ -82,6 +83,17 @@ def test_a_round_is_one_group_and_one_column_at_a_time_with_all_else_fixed(layer
     found = refined(weight, quantized, hessian)
     assert torch.equal(found.codes, codes)
     assert torch.equal(found.grid.scales.double(), scales)
+
+
+@pytest.mark.parametrize("target", [-3.0, 1e-9, 1e6])
+def test_a_best_scale_that_is_negative_or_cannot_be_stored_is_not_taken(target):
+    # Codes that are nothing like the weights, whose best scale is the target.
+    _, hessian = random_layer(1, 4, seed=6)
+    spec = GridSpec(bits=4)
+    codes = torch.tensor([[9, 11, 8, 14]], dtype=torch.uint8)
+    quantized = QuantizedWeight(codes, Grid(spec, torch.ones(1, 1).half(), torch.full((1, 1), 8, dtype=torch.uint8)))
+    weight = target * (codes - 8.0).double()
+    assert torch.equal(refined(weight, quantized, hessian).grid.scales, quantized.grid.scales)
 
 
 def test_a_group_of_zeros_keeps_its_scale_and_stays_zero():

@@ -8,11 +8,10 @@ from tests.problems import ORDERS, layers, loss_of, random_layer, swept
 import hessquant
 from hessquant.config import Config
 from hessquant.core import gptq
-from hessquant.core.bounds import expected_sweep_loss, order_free_floor
 from hessquant.core.factor import factorize
 from hessquant.core.gptq import Kernels, sweep
 from hessquant.core.grid import QuantizedWeight, encode, min_max, scale_factors
-from hessquant.core.objective import loss
+from hessquant.core.objective import expected_sweep_loss, loss, order_free_floor
 from hessquant.core.obq import damped
 from hessquant.core.refine import descend
 from hessquant.errors import GridError, NonFiniteError
@@ -155,6 +154,13 @@ def test_dynamic_scales_fit_the_weights_as_gptq_sees_them(order, search):
             left = factor.order[visit:]
             inverse = torch.linalg.inv((lower.T @ lower)[visit:, visit:])
             work[:, left] -= torch.outer(error / inverse[0, 0], inverse[0])
+
+
+def test_a_row_that_is_as_good_as_rounded_to_nearest_is_none_of_the_fallback():
+    weight, _ = random_layer(4, 8, seed=11)
+    identity = torch.eye(8, dtype=torch.float64)
+    solution = solved(weight, identity, GridSpec(bits=4), Config(scale_search=False, refinement_rounds=0))
+    assert (solution.fallback_rows, solution.loss) == (0, solution.rtn_loss)
 
 
 def test_float32_loses_no_more_than_rounding_against_the_oracle():

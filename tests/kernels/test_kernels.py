@@ -67,6 +67,16 @@ def test_the_search_takes_the_candidate_with_the_least_weighted_error():
     assert (found < losses(plain)).any()
 
 
+@pytest.mark.parametrize("search", [twin.search_scales, cpu.search_scales])
+def test_of_candidates_that_are_alike_the_search_takes_the_first(search):
+    weight, _ = random_layer(3, 8, seed=3)
+    spec = GridSpec(bits=4, group_size=4)
+    scales, zeros = search(weight.T.contiguous(), torch.zeros(8, dtype=torch.float64), spec, scale_factors(spec))
+    plain = min_max(weight, spec)
+    assert torch.equal(scales.T, plain.scales)
+    assert torch.equal(zeros.T, plain.zeros)
+
+
 @pytest.mark.parametrize(("weights", "module"), [(1, twin), (1 << 20, cpu)])
 def test_dispatch_is_by_size_on_the_cpu(weights, module):
     assert kernels_for(torch.device("cpu"), weights).sweep_block is module.sweep_block

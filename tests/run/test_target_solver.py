@@ -7,11 +7,10 @@ from tests.problems import correlated_inputs
 from hessquant.capture.stops import stops_of
 from hessquant.config import Config
 from hessquant.core import gptq, hessian
-from hessquant.core.factor import factorize
+from hessquant.core.factor import effective_rank, factorize
 from hessquant.core.gptq import Kernels
 from hessquant.core.grid import encode, min_max
 from hessquant.core.hessian import HessianStatistics
-from hessquant.core.rank import effective_rank
 from hessquant.errors import NonFiniteError
 from hessquant.kernels import twin
 from hessquant.records import GridSpec, Location, Target

@@ -10,7 +10,7 @@ from torch import Tensor
 from hessquant.checkpoint.header import raw_bytes
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.config import Config
-from hessquant.core.grid import affine, scale_factors
+from hessquant.core.grid import affine, group_range, scale_factors
 from hessquant.core.hessian import first_non_finite
 from hessquant.errors import GridError, SourceError
 from hessquant.records import GridSpec, Target, TensorInfo
@@ -127,8 +127,8 @@ class ScaleCheck:
         certain = _overflow(low, zero, spec) or _overflow(zero, high, spec)
         if certain or not alone:
             return certain
-        groups = values.view(len(values), -1, spec.width(values.shape[1]))
-        return _overflow(groups.amin(-1) * widest, groups.amax(-1) * widest, spec)
+        low, high = group_range(values, spec)
+        return _overflow(low * widest, high * widest, spec)
 
 
 def _overflow(low: Tensor, high: Tensor, spec: GridSpec) -> str:

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from hessquant.config import Order
-from hessquant.core.order import column_order
 from hessquant.errors import FactorizationError, NonFiniteError
 
 LARGEST_DAMPING = 1.0
 """Damping is never raised above this fraction of the mean diagonal."""
 
 _FIRST_RETRY = 1e-6
+
+_NOTICEABLE = 0.01
+"""Of the mean variance of an input: below that, what an input says of its own counts as nothing."""
 
 _CHUNK = 1 << 20
 """Elements that are gathered or turned around at once: all that a factorisation holds besides its one matrix."""
@@ -45,10 +47,9 @@ class Factor:
 
     def damp(self, hessian: Tensor) -> Tensor:
         """The Hessian with what this factor was damped with, and with dead columns as it took them."""
-        diagonal = hessian.diagonal()
-        live_mean = diagonal[~self.dead].mean() if not bool(self.dead.all()) else diagonal.new_ones(())
         damped = hessian.clone()
-        damped.diagonal().add_(live_mean * (self.damping_used + self.dead.to(diagonal.dtype)))
+        added = self.damping_used + self.dead.to(hessian.dtype)
+        damped.diagonal().add_(_live_mean(hessian.diagonal(), self.dead) * added)
         return damped
 
     @property
@@ -56,9 +57,38 @@ class Factor:
         """M_jj^2 of each column in the columns' own order, [columns], float64; a dead column's is the live mean."""
         squares = torch.empty_like(self.diagonal)
         squares[self.order] = self.diagonal**2
-        if bool(self.dead.any()) and not bool(self.dead.all()):
+        if not bool(self.dead.all()):
             squares[self.dead] = squares[~self.dead].mean()
         return squares
+
+
+def column_order(diagonal: Tensor, order: Order, group_width: int) -> Tensor:
+    """Columns in the order the sweep visits them.
+
+    "activation": descending H_jj, groups staying contiguous channels with scales fixed before the sweep. "group": whole
+    groups by descending mean H_jj, and within a group by descending H_jj. "natural": 0, 1, 2, ...
+
+    Args:
+        diagonal: H_jj, [columns].
+        order: Which order.
+        group_width: Columns per group; divides the columns.
+
+    Returns:
+        int64 [columns], a permutation; ties keep their natural order.
+
+    >>> column_order(torch.tensor([1.0, 3.0, 2.0, 9.0]), "activation", 2).tolist()
+    [3, 1, 2, 0]
+    >>> column_order(torch.tensor([1.0, 3.0, 2.0, 9.0]), "group", 2).tolist()
+    [3, 2, 1, 0]
+    """
+    if order == "natural":
+        return torch.arange(len(diagonal), device=diagonal.device)
+    if order == "activation":
+        return torch.argsort(diagonal, descending=True, stable=True)
+    groups = diagonal.view(-1, group_width)
+    by_mean = torch.argsort(groups.mean(1), descending=True, stable=True)
+    within = torch.argsort(groups, dim=1, descending=True, stable=True)
+    return (by_mean.unsqueeze(1) * group_width + within[by_mean]).flatten()
 
 
 def factorize(
@@ -92,7 +122,7 @@ def factorize(
         raise NonFiniteError(f"the Hessian is not finite at channel {channel}: an input was NaN or Inf")
     diagonal = hessian.diagonal().double()
     dead = diagonal == 0
-    live_mean = float(diagonal[~dead].mean()) if not bool(dead.all()) else 1.0
+    live_mean = _live_mean(diagonal, dead)
     visit = column_order(diagonal, order, group_width)
     backwards = visit.flip(0)
     undamped = (diagonal + dead.double() * live_mean)[backwards]
@@ -109,6 +139,11 @@ def factorize(
                 "sum of squares; check how its statistics were made"
             )
         wanted = min(max(10 * wanted, _FIRST_RETRY), LARGEST_DAMPING)
+
+
+def _live_mean(diagonal: Tensor, dead: Tensor) -> float:
+    """Mean of the diagonal's live elements; 1 if there are none."""
+    return float(diagonal[~dead].mean()) if not bool(dead.all()) else 1.0
 
 
 def _gathered(hessian: Tensor, visit: Tensor) -> Tensor:
@@ -151,3 +186,28 @@ def _turn_around(values: Tensor) -> None:
         kept = first.flip(0)
         first.copy_(last.flip(0))
         last.copy_(kept)
+
+
+def effective_rank(factor: Factor, hessian: Tensor) -> int:
+    """Inputs whose variance is not explained by those visited after them.
+
+    M_jj^2 is the variance of input j that those after it leave unexplained, and the damping. Where inputs have been few
+    different vectors, most of it is damping alone. It costs nothing once the factor is there
+    (`docs/decisions/0017-variety.md`).
+
+    Args:
+        factor: Of the damped Hessian.
+        hessian: [columns, columns], undamped.
+
+    Returns:
+        0 to columns. A dead column does not count.
+
+    >>> inputs = torch.tensor([[1.0, 2.0, 3.0], [2.0, 4.0, -7.0]])
+    >>> alike = inputs.T @ inputs
+    >>> effective_rank(factorize(alike, damping=1e-3, order="natural", group_width=3), alike)
+    2
+    """
+    live = ~factor.dead
+    mean = _live_mean(hessian.diagonal().double(), factor.dead)
+    own = factor.importance[live] - mean * factor.damping_used
+    return int((own > _NOTICEABLE * mean).sum())

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from hessquant.config import Config
-from hessquant.core import bounds
 from hessquant.core.factor import Factor
 from hessquant.core.grid import (
     Grid,
@@ -31,7 +30,7 @@ from hessquant.core.grid import (
     scale_factors,
 )
 from hessquant.core.hessian import first_non_finite
-from hessquant.core.objective import loss_per_row
+from hessquant.core.objective import expected_sweep_loss, loss_per_row, order_free_floor
 from hessquant.core.refine import descend
 from hessquant.errors import NonFiniteError
 from hessquant.records import GridSpec
@@ -53,8 +52,8 @@ class Solution:
         loss: Loss of `weight`.
         rtn_loss: Loss of round-to-nearest on the min-max grid.
         output_energy: tr(W H W^T).
-        expected_loss: `bounds.expected_sweep_loss`.
-        floor: `bounds.order_free_floor`.
+        expected_loss: `objective.expected_sweep_loss`.
+        floor: `objective.order_free_floor`.
         fallback_rows: Rows where round-to-nearest was better and was kept.
         zero_groups: Groups of zeros.
         tiny_groups: Groups whose scale had to be raised to the smallest that can be stored.
@@ -101,9 +100,8 @@ def solve(
         swept = QuantizedWeight(codes, grid)
     else:
         swept = dynamic_sweep(weight, factor, spec, config, kernels)
-    damped = factor.damp(hessian) if config.refinement_rounds else hessian
     for _ in range(config.refinement_rounds):
-        swept = descend(weight, swept, damped, block_size=config.block_size, kernel=kernels.sweep_block)
+        swept = descend(weight, swept, factor.damp(hessian), block_size=config.block_size, kernel=kernels.sweep_block)
     swept_loss = loss_per_row(weight - swept.dequantize(weight.dtype), hessian)
     nearest_grid = min_max(weight, spec)
     nearest = QuantizedWeight(encode(weight, nearest_grid), nearest_grid)
@@ -119,8 +117,8 @@ def solve(
         loss=unit * loss,
         rtn_loss=unit * float(nearest_loss.double().sum()),
         output_energy=unit * float(loss_per_row(weight, hessian).double().sum()),
-        expected_loss=bounds.expected_sweep_loss(swept.grid, factor),
-        floor=bounds.order_free_floor(swept.grid, factor),
+        expected_loss=expected_sweep_loss(swept.grid, factor),
+        floor=order_free_floor(swept.grid, factor),
         fallback_rows=int(worse.sum()),
         zero_groups=zero_groups,
         tiny_groups=tiny_groups,
@@ -161,7 +159,7 @@ def sweep(weight: Tensor, factor: Factor, grid: Grid, *, block_size: int, kernel
     errors = torch.zeros_like(visited)
     codes = torch.empty(weight.shape[::-1], dtype=torch.uint8, device=weight.device)
     for start in range(0, len(order), block_size):
-        block = slice(start, min(start + block_size, len(order)))
+        block = slice(start, start + block_size)
         carried = lower[block, :start] @ errors[:start]
         codes[order[block]], errors[block] = kernel(
             visited[block], lower[block, block].contiguous(), carried, scales, zeros, group[block], grid.spec.top
@@ -208,8 +206,6 @@ def dynamic_sweep(weight: Tensor, factor: Factor, spec: GridSpec, config: Config
 
 def _take_rows(first: QuantizedWeight, second: QuantizedWeight, where: Tensor) -> QuantizedWeight:
     """`first` with the rows marked in `where` taken from `second`."""
-    if not bool(where.any()):
-        return first
     rows = where.unsqueeze(1)
     grid = Grid(
         first.grid.spec,

@@ -105,9 +105,18 @@ def min_max(weight: Tensor, spec: GridSpec) -> Grid:
     >>> grid.scales.tolist(), grid.zeros.tolist()
     ([[1.0, 1.0]], [[2, 2]])
     """
-    groups = weight.reshape(len(weight), -1, spec.width(weight.shape[1]))
-    scales, zeros = affine(groups.amin(-1), groups.amax(-1), spec)
-    return Grid(spec, scales, zeros)
+    return Grid(spec, *affine(*group_range(weight, spec), spec))
+
+
+def group_range(weight: Tensor, spec: GridSpec) -> tuple[Tensor, Tensor]:
+    """Least and largest weight of each group, both [rows, groups]."""
+    groups = _in_groups(weight, spec)
+    return groups.amin(-1), groups.amax(-1)
+
+
+def _in_groups(values: Tensor, spec: GridSpec) -> Tensor:
+    """[rows, columns] as [rows, groups, columns of a group]."""
+    return values.reshape(len(values), -1, spec.width(values.shape[1]))
 
 
 def scale_dtype(spec: GridSpec) -> torch.dtype:
@@ -132,8 +141,7 @@ def count_degenerate(weight: Tensor, spec: GridSpec) -> tuple[int, int]:
     >>> count_degenerate(torch.tensor([[0.0, 0.0, 1e-9, 0.0]]), GridSpec(bits=4, group_size=2))
     (1, 1)
     """
-    groups = weight.reshape(len(weight), -1, spec.width(weight.shape[1]))
-    span = _span(groups.amin(-1), groups.amax(-1), spec)
+    span = _span(*group_range(weight, spec), spec)
     tiny = (span / spec.top < smallest_scale(scale_dtype(spec))) & (span > 0)
     return int((span == 0).sum()), int(tiny.sum())
 
@@ -163,7 +171,7 @@ def affine(low: Tensor, high: Tensor, spec: GridSpec) -> tuple[Tensor, Tensor]:
     if spec.symmetric:
         zeros = torch.full_like(scales, spec.middle, dtype=torch.uint8)
     else:
-        zeros = torch.round(-low.clamp(max=0) / scales.to(low.dtype)).clamp(0, spec.top)
+        zeros = torch.round(-low / scales.to(low.dtype)).clamp(0, spec.top)
         # Any zero stands for a group of zeros; 0 itself is the one that some formats cannot store.
         zeros = torch.where(span == 0, spec.middle, zeros).to(torch.uint8)
     return scales, zeros
@@ -176,9 +184,8 @@ def encode(weight: Tensor, grid: Grid) -> Tensor:
     >>> encode(torch.tensor([[-1.5, 0.75]]), grid).tolist()
     [[0, 3]]
     """
-    groups = weight.reshape(len(weight), -1, grid.spec.width(weight.shape[1]))
     scales, zeros = grid.scales.to(weight.dtype).unsqueeze(-1), grid.zeros.unsqueeze(-1)
-    codes = (groups / scales).round_().add_(zeros).clamp_(0, grid.spec.top)
+    codes = (_in_groups(weight, grid.spec) / scales).round_().add_(zeros).clamp_(0, grid.spec.top)
     return codes.to(torch.uint8).view(weight.shape)
 
 
@@ -191,5 +198,5 @@ def decode(codes: Tensor, grid: Grid, dtype: torch.dtype = torch.float32) -> Ten
     >>> decode(torch.tensor([[0, 3]], dtype=torch.uint8), grid).tolist()
     [[-2.0, 1.0]]
     """
-    groups = codes.reshape(len(codes), -1, grid.spec.width(codes.shape[1])).to(dtype)
-    return groups.sub_(grid.zeros.unsqueeze(-1)).mul_(grid.scales.to(dtype).unsqueeze(-1)).view(codes.shape)
+    steps = _in_groups(codes, grid.spec).to(dtype)
+    return steps.sub_(grid.zeros.unsqueeze(-1)).mul_(grid.scales.to(dtype).unsqueeze(-1)).view(codes.shape)

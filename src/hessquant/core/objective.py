@@ -1,11 +1,21 @@
-"""The objective: how far a layer's outputs move when its weights are replaced.
+"""The objective, how far a layer's outputs move when its weights are replaced, and what theory expects of it.
 
 ||W X - Q X||^2 = tr((W - Q) H (W - Q)^T) with H = sum_n x_n x_n^T. Rows decouple (GPTQ, arXiv 2210.17323, eq. 1-2).
+
+What theory expects comes from the factor's diagonal and the scales alone. Rounding errors are modelled as uniform on
+half a step to either side: variance s^2 / 12. It tells whether a better algorithm could still help, or only more bits
+can. The expectations are totals of tr(E H E^T) with the damped H over live columns, clamping ignored.
 """
 
+import torch
 from torch import Tensor
 
+from hessquant.core.factor import Factor
+from hessquant.core.grid import Grid
 from hessquant.core.hessian import lower_tiles
+
+_CHUNK = 1 << 20
+"""Weights whose scales are looked at one by one at a time."""
 
 
 def loss_per_row(error: Tensor, hessian: Tensor) -> Tensor:
@@ -18,7 +28,6 @@ def loss_per_row(error: Tensor, hessian: Tensor) -> Tensor:
     Returns:
         [rows], same dtype, non-negative up to rounding.
 
-    >>> import torch
     >>> h = torch.tensor([[4.0, 2.0], [2.0, 3.0]], dtype=torch.float64)
     >>> round(loss_per_row(torch.tensor([[0.12, -0.2]], dtype=torch.float64), h).item(), 6)
     0.0816
@@ -33,8 +42,33 @@ def loss_per_row(error: Tensor, hessian: Tensor) -> Tensor:
 def loss(error: Tensor, hessian: Tensor) -> float:
     """tr(E H E^T): the sum of `loss_per_row`.
 
-    >>> import torch
     >>> loss(torch.eye(2), 3 * torch.eye(2))
     6.0
     """
     return float(loss_per_row(error, hessian).double().sum())
+
+
+def expected_sweep_loss(grid: Grid, factor: Factor) -> float:
+    """Expected loss of the sweep: sum_j s_j^2 / 12 * M_jj^2 (Babai's nearest plane, arXiv 2507.18553)."""
+    live = ~factor.dead
+    per_group = (grid.scales.double() ** 2).sum(0) / 12
+    return float((per_group.repeat_interleave(grid.spec.width(len(live))) * factor.importance)[live].sum())
+
+
+def order_free_floor(grid: Grid, factor: Factor) -> float:
+    """What the sweep's expected loss cannot be below in any column order.
+
+    The product of the s_j^2 M_jj^2 is a determinant and does not depend on the order; their sum is least when all are
+    equal (arithmetic and geometric mean): columns * (prod_j s_j^2 M_jj^2)^(1/columns) / 12, summed over rows.
+    """
+    live = ~factor.dead
+    if not bool(live.any()):
+        return 0.0
+    log_importance = factor.importance[live].log().mean()
+    # In chunks of rows: a float64 per weight would be more than all else that a solve takes.
+    height = max(1, _CHUNK // len(live))
+    means = [
+        grid.scales[row : row + height].double().repeat_interleave(grid.spec.width(len(live)), 1)[:, live].log().mean(1)
+        for row in range(0, len(grid.scales), height)
+    ]
+    return float(live.sum() * torch.exp(2 * torch.cat(means) + log_importance).sum() / 12)

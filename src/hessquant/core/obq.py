@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hessquant.core.grid import Grid
+from hessquant.core.grid import Grid, decode, encode
 from hessquant.errors import NonFiniteError
 
 SelectionRule = Literal["smallest-error", "natural", "largest-sensitivity"]
@@ -52,13 +52,15 @@ def gptq_reference(
     Raises:
         NonFiniteError: If the Hessian is not finite.
     """
-    work = weight.double().clone()
+    work = weight.double()
     codes = torch.empty(weight.shape, dtype=torch.uint8)
     inverse = _inverse(hessian, damping)
     for column in torch.arange(weight.shape[1]) if order is None else order:
         q = int(column)
-        codes[:, q], value = _round(work[:, q], grid, torch.arange(len(weight)), q)
-        work -= torch.outer((work[:, q] - value) / inverse[q, q], inverse[q])
+        rounded = encode(work, grid)
+        errors = work - decode(rounded, grid, work.dtype)
+        codes[:, q] = rounded[:, q]
+        work = work - torch.outer(errors[:, q] / inverse[q, q], inverse[q])
         inverse = _without(inverse, q)
     return codes
 
@@ -102,19 +104,18 @@ def obq(
     """
     full_inverse = _inverse(hessian, damping)
     codes = torch.empty(weight.shape, dtype=torch.uint8)
+    steps = grid.scales.double().repeat_interleave(grid.spec.width(weight.shape[1]), 1)
     for row in range(len(weight)):
-        work, inverse = weight[row].double().clone(), full_inverse
-        free = torch.ones(len(work), dtype=torch.bool)
-        while bool(free.any()):
-            index = free.nonzero().flatten()
-            _, values = _round_row(work, grid, row)
-            errors = (work - values)[index]
-            steps = grid.scales[row].double().repeat_interleave(grid.spec.width(len(work)))[index]
-            q = int(index[_select(errors, inverse.diagonal()[index], rule, steps if outliers_first else None)])
-            codes[row, q], value = _round(work[q : q + 1], grid, torch.tensor([row]), q)
-            work -= (work[q] - value) / inverse[q, q] * inverse[q]
+        work, inverse, free = weight[row].double(), full_inverse, list(range(weight.shape[1]))
+        of_row = Grid(grid.spec, grid.scales[row].unsqueeze(0), grid.zeros[row].unsqueeze(0))
+        while free:
+            rounded = encode(work.unsqueeze(0), of_row)
+            errors = work - decode(rounded, of_row, work.dtype)[0]
+            limits = steps[row, free] if outliers_first else None
+            q = free.pop(_select(errors[free], inverse.diagonal()[free], rule, limits))
+            codes[row, q] = rounded[0, q]
+            work = work - errors[q] / inverse[q, q] * inverse[q]
             inverse = _without(inverse, q)
-            free[q] = False
     return codes
 
 
@@ -140,25 +141,8 @@ def _inverse(hessian: Tensor, damping: float) -> Tensor:
 
 
 def _without(inverse: Tensor, q: int) -> Tensor:
-    """Inverse of H without row and column q, kept at full size with q's row and column zero (Schur complement)."""
-    smaller = inverse - torch.outer(inverse[:, q], inverse[q]) / inverse[q, q]
-    smaller[q, :] = 0
-    smaller[:, q] = 0
-    return smaller
+    """Inverse of H without row and column q, kept at full size: those become zeros, but for rounding.
 
-
-def _round(values: Tensor, grid: Grid, rows: Tensor, column: int) -> tuple[Tensor, Tensor]:
-    """Codes and grid values of one column of the given rows."""
-    group = 0 if grid.spec.group_size == -1 else column // grid.spec.group_size
-    scale, zero = grid.scales[rows, group].double(), grid.zeros[rows, group].double()
-    codes = (torch.round(values / scale) + zero).clamp(0, grid.spec.top)
-    return codes.to(torch.uint8), (codes - zero) * scale
-
-
-def _round_row(values: Tensor, grid: Grid, row: int) -> tuple[Tensor, Tensor]:
-    """Codes and grid values of one row."""
-    width = grid.spec.width(len(values))
-    scale = grid.scales[row].double().repeat_interleave(width)
-    zero = grid.zeros[row].double().repeat_interleave(width)
-    codes = (torch.round(values / scale) + zero).clamp(0, grid.spec.top)
-    return codes.to(torch.uint8), (codes - zero) * scale
+    That is the Schur complement.
+    """
+    return inverse - torch.outer(inverse[:, q], inverse[q]) / inverse[q, q]

@@ -82,6 +82,6 @@ def _best_scale(scale: Tensor, steps: Tensor, sums: Tensor, hessian: Tensor) -> 
     old = scale.to(steps.dtype)
     candidate = (old + slope / curvature).to(scale.dtype)
     change = candidate.to(steps.dtype) - old
-    # Steps that are all zero give NaN, which is not better.
-    better = (candidate > 0) & torch.isfinite(candidate) & (change * (2 * slope - change * curvature) > 0)
+    # Steps that are all zero give NaN, and a scale beyond its dtype an infinite loss: neither is better.
+    better = (candidate > 0) & (change * (2 * slope - change * curvature) > 0)
     return torch.where(better, candidate, scale), torch.where(better, change, torch.zeros_like(change))

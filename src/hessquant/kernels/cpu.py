@@ -21,10 +21,8 @@ def sweep_block(
     weight: Tensor, lower: Tensor, carried: Tensor, scales: Tensor, zeros: Tensor, group: Tensor, top: int
 ) -> tuple[Tensor, Tensor]:
     """`twin.sweep_block` on CPU tensors."""
-    codes = torch.empty(weight.shape, dtype=torch.uint8)
-    errors = torch.empty_like(weight, memory_format=torch.contiguous_format)
     with _torch_threads():
-        _sweep_block(
+        codes, errors = _sweep_block(
             weight.numpy(),
             lower.numpy(),
             carried.numpy(),
@@ -32,10 +30,8 @@ def sweep_block(
             zeros.numpy(),
             group.numpy(),
             weight.new_tensor(top).numpy()[()],
-            codes.numpy(),
-            errors.numpy(),
         )
-    return codes, errors
+    return torch.from_numpy(codes), torch.from_numpy(errors)
 
 
 def search_scales(
@@ -78,8 +74,10 @@ def _torch_threads() -> Iterator[None]:
 
 
 @numba.njit(parallel=True, cache=True)
-def _sweep_block(weight, lower, carried, scales, zeros, group, top, codes, errors):  # type: ignore[no-untyped-def]
+def _sweep_block(weight, lower, carried, scales, zeros, group, top):  # type: ignore[no-untyped-def]
     width, rows = weight.shape
+    codes = np.empty((width, rows), np.uint8)
+    errors = np.empty((width, rows), weight.dtype)
     for tile in numba.prange((rows + _TILE - 1) // _TILE):
         first = tile * _TILE
         count = min(_TILE, rows - first)
@@ -104,6 +102,7 @@ def _sweep_block(weight, lower, carried, scales, zeros, group, top, codes, error
                 error = w - scale * (code - zero)
                 local[j, r] = error
                 errors[j, first + r] = error
+    return codes, errors
 
 
 @numba.njit(parallel=True, cache=True)

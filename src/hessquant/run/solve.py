@@ -11,11 +11,10 @@ from hessquant.capture.stops import Stop
 from hessquant.config import Config
 from hessquant.core import gptq
 from hessquant.core.experts import pooled, shrink
-from hessquant.core.factor import Factor, factorize
+from hessquant.core.factor import Factor, effective_rank, factorize
 from hessquant.core.gptq import Solution
 from hessquant.core.grid import QuantizedWeight
 from hessquant.core.hessian import HessianStatistics, hessian
-from hessquant.core.rank import effective_rank
 from hessquant.errors import FactorizationError, GridError, NonFiniteError
 from hessquant.kernels.dispatch import kernels_for
 from hessquant.records import Location, Target

@@ -4,12 +4,28 @@ import pytest
 import torch
 from tests.problems import loss_of, random_layer, swept
 
-from hessquant.core import bounds
-from hessquant.core.bounds import expected_sweep_loss, order_free_floor
+from hessquant.core import objective
 from hessquant.core.factor import factorize
 from hessquant.core.grid import Grid, min_max
+from hessquant.core.objective import expected_sweep_loss, loss, loss_per_row, order_free_floor
 from hessquant.core.obq import damped
 from hessquant.records import GridSpec
+
+
+@pytest.mark.parametrize("columns", [1, 2, 191, 192, 193, 400, 800])
+def test_the_loss_is_that_of_the_definition_at_every_tiling(columns):
+    error, hessian = random_layer(3, columns, seed=1, tokens=20)
+    expected = torch.einsum("ri,ij,rj->r", error, hessian, error)
+    torch.testing.assert_close(loss_per_row(error, hessian), expected, rtol=1e-10, atol=0)
+    assert loss(error, hessian) == pytest.approx(expected.sum().item(), rel=1e-10)
+
+
+def test_the_error_is_left_as_it_was():
+    error, hessian = random_layer(3, 8, seed=2)
+    before = error.clone()
+    loss_per_row(error, hessian)
+    assert torch.equal(error, before)
+
 
 SPEC = GridSpec(bits=8, group_size=16, scale_dtype="float32")
 
@@ -92,7 +108,7 @@ def test_rows_are_looked_at_in_chunks(monkeypatch):
     factor = factorize(hessian, damping=0.01, order="natural", group_width=16)
     whole = order_free_floor(grid, factor)
     for chunk in (1, 40, 7 * 16):
-        monkeypatch.setattr(bounds, "_CHUNK", chunk)
+        monkeypatch.setattr(objective, "_CHUNK", chunk)
         assert order_free_floor(grid, factor) == pytest.approx(whole, rel=1e-12)
 
 
