@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from hessquant.calibration.calibration import Calibration
 from hessquant.checkpoint.inspect import inspect_checkpoint, inspect_gguf
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.config import Config
@@ -12,7 +13,6 @@ from hessquant.pipeline.evaluating import evaluate
 from hessquant.pipeline.exporting import export
 from hessquant.pipeline.publishing import refuse_form
 from hessquant.pipeline.quantizing import quantize
-from hessquant.pipeline.windows import Calibration
 from hessquant.planning import plan as planning
 from hessquant.records import Plan
 from hessquant.results import Inspection

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from hessquant import __version__
+from hessquant.calibration.calibration import Calibration
 from hessquant.checkpoint.audit import ScaleCheck, audit
 from hessquant.checkpoint.output import RUN_MARK, QuantizedModel, holding, refuse_output
 from hessquant.checkpoint.reader import CheckpointReader
@@ -24,7 +25,6 @@ from hessquant.models.stream import StreamedModel
 from hessquant.pipeline.blocks import Outcome, quantize_blocks
 from hessquant.pipeline.progress import SILENT
 from hessquant.pipeline.publishing import REPORTS, digest, is_complete, refuse_form, report_in, write_verified
-from hessquant.pipeline.windows import Calibration
 from hessquant.planning import plan as planning
 from hessquant.planning.size import TOKENS_PER_BATCH
 from hessquant.records import Plan
