@@ -6,6 +6,7 @@ import types
 
 import pytest
 
+from hessquant.calibration.samples import Reader
 from hessquant.calibration.sources import open_source
 from hessquant.calibration.windows import calibration_windows, evaluation_windows
 from hessquant.errors import CalibrationError
@@ -29,9 +30,7 @@ def write(tmp_path):
 
 
 def ids(path, tokenizer):
-    windows, _ = calibration_windows(
-        path, tokenizer, num_windows=99, window_length=20, seed=0, allow_fewer=True, load_processor=None
-    )
+    windows, _ = calibration_windows(path, Reader(tokenizer, 20), num_windows=99, seed=0, allow_fewer=True)
     return [list(window.ids) for window in windows]
 
 
@@ -160,6 +159,9 @@ def test_hub_columns_for_the_template_are_taken_and_others_left_alone(tokenizer,
     assert ids("hub:a", tokenizer) == [[3, 1, 2]]
     # A column that is named is all that is taken.
     assert ids("hub:a:::messages", tokenizer) == [[1, 2]]
+    # Whatever it is called: text under a name that elsewhere is for the template.
+    hub_rows(monkeypatch, {"documents": "w4 w5", "tools": "w3"})
+    assert ids("hub:a:::documents", tokenizer) == [[4, 5]]
 
 
 @pytest.mark.parametrize(
@@ -168,6 +170,7 @@ def test_hub_columns_for_the_template_are_taken_and_others_left_alone(tokenizer,
         ({"messages": CHAT, "tools": '[{"name": "w3"}]'}, "row 0: 'tools' must be a list of objects"),
         ({"messages": CHAT, "images": ["x"]}, "row 0: has 'images', which are read from files alone"),
         ({"text": "\ud83d"}, "row 0: holds"),
+        ({"messages": CHAT, "tools": [{"name": "\ud83d"}]}, "row 0: holds"),
     ],
 )
 def test_hub_rows_that_would_lose_something_are_refused(row, reason, tokenizer, monkeypatch):

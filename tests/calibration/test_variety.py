@@ -12,20 +12,24 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import hessquant
 from hessquant.calibration.model_inputs import model_inputs
-from hessquant.calibration.variety import Variety, variety_of
-from hessquant.calibration.windows import calibration_record
+from hessquant.calibration.record import calibration_record
 from hessquant.records import TokenWindow
 from hessquant.report.degraded import text_degradations
 from hessquant.report.json_report import from_json, to_json
 
 
+def variety(windows):
+    record = calibration_record("t", windows, 0)
+    return record.distinct_windows, record.distinct_tokens, record.passages, record.distinct_passages
+
+
 def test_counts_are_of_windows_tokens_and_runs_of_eight():
     period = TokenWindow(tuple(range(10)) * 3)  # 23 runs, 10 of them different
     windows = [period, period, TokenWindow((1, 2, 3)), TokenWindow((1, 2), (3,))]
-    assert variety_of(windows) == Variety(3, 10, 23 + 23 + 1 + 1 + 1, 10 + 1 + 1 + 1)
+    assert variety(windows) == (3, 10, 23 + 23 + 1 + 1 + 1, 10 + 1 + 1 + 1)
     samples = [model_inputs({"input_ids": [[5, 6]], "pixel_values": [[value]]}, "s") for value in (0.5, 0.5, 0.7)]
-    assert variety_of(samples) == Variety(2, 2, 3, 1)
-    assert variety_of([model_inputs({"pixel_values": [[0.5]]}, "s")]) == Variety(1, 0, 0, 0)
+    assert variety(samples) == (2, 2, 3, 1)
+    assert variety([model_inputs({"pixel_values": [[0.5]]}, "s")]) == (1, 0, 0, 0)
 
 
 def record_of(columns, rank, tokens, run_report):

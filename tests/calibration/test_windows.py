@@ -10,7 +10,9 @@ from tokenizers.processors import TemplateProcessing
 
 from hessquant.calibration.builtin import builtin_text
 from hessquant.calibration.model_inputs import model_inputs
-from hessquant.calibration.windows import calibration_record, calibration_windows, evaluation_windows
+from hessquant.calibration.record import calibration_record
+from hessquant.calibration.samples import Reader
+from hessquant.calibration.windows import calibration_windows, evaluation_windows
 from hessquant.errors import CalibrationError, NotEnoughTextError
 from hessquant.records import TokenWindow
 
@@ -28,14 +30,8 @@ def write(tmp_path):
 
 
 def calibrate(source, tokenizer, num_windows, window_length, *, seed=0, allow_fewer=False):
-    windows, record = calibration_windows(
-        source,
-        tokenizer,
-        num_windows=num_windows,
-        window_length=window_length,
-        seed=seed,
-        allow_fewer=allow_fewer,
-    )
+    reader = Reader(tokenizer, window_length)
+    windows, record = calibration_windows(source, reader, num_windows=num_windows, seed=seed, allow_fewer=allow_fewer)
     return [list(window.ids) for window in windows], record
 
 
@@ -198,15 +194,8 @@ def test_digest_covers_targets_and_other_inputs():
 
 
 def calibrate_pairs(source, tokenizer, num_windows, window_length):
-    windows, record = calibration_windows(
-        source,
-        tokenizer,
-        num_windows=num_windows,
-        window_length=window_length,
-        seed=0,
-        allow_fewer=False,
-        encoder_decoder=True,
-    )
+    reader = Reader(tokenizer, window_length, encoder_decoder=True)
+    windows, record = calibration_windows(source, reader, num_windows=num_windows, seed=0, allow_fewer=False)
     return [(list(window.ids), list(window.target)) for window in windows], record
 
 

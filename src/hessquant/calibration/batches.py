@@ -6,11 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hessquant.calibration.model_inputs import ModelInputs, positions
+from hessquant.calibration.model_inputs import CalibrationInput, ModelInputs, positions
 from hessquant.records import TokenWindow
-
-CalibrationInput = TokenWindow | ModelInputs
-"""What one window of the calibration is made of."""
 
 
 @dataclass(frozen=True)

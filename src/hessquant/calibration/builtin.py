@@ -47,14 +47,14 @@ def is_held_out(name: str) -> bool:
 @functools.cache
 def _documents() -> Mapping[str, str]:
     """Text by name, without repeated paragraphs; cached, since parsing the library takes seconds."""
-    seen: set[str] = set()
+    kept: set[str] = set()
     documents = {}
     for name, text in _all_documents():
         fresh = []
         for paragraph in text.split("\n\n"):
             words = " ".join(paragraph.split())
-            if words and words not in seen:
-                seen.add(words)
+            if words and words not in kept:
+                kept.add(words)
                 fresh.append(paragraph.strip("\n"))
         if fresh:
             documents[name] = "\n\n".join(fresh)

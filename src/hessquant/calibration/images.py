@@ -2,15 +2,15 @@
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from transformers.image_utils import load_image
 
 from hessquant.calibration.model_inputs import ModelInputs, model_inputs
 from hessquant.calibration.rows import Message, Sample
-from hessquant.calibration.templates import rendered
+from hessquant.calibration.templates import failing, rendered
 from hessquant.errors import CalibrationError, SourceError
-from hessquant.models.library import quiet
 
 
 def image_inputs(sample: Sample, load_processor: Callable[[], Any] | None) -> ModelInputs:
@@ -29,7 +29,7 @@ def image_inputs(sample: Sample, load_processor: Callable[[], Any] | None) -> Mo
         raise CalibrationError(f"{place}: has images, and perplexity is measured on text alone; remove the row")
     if importlib.util.find_spec("PIL") is None:
         raise CalibrationError(f"{place}: images need Pillow: pip install 'hessquant[vision]'")
-    images = [_image(sample, index) for index in range(len(sample.images))]
+    images = [_image(path, place) for path in sample.images]
     try:
         processor = load_processor()
     except SourceError as error:
@@ -37,45 +37,24 @@ def image_inputs(sample: Sample, load_processor: Callable[[], Any] | None) -> Mo
             f"{place}: has images, but {error}; put the processor's files there, install what it needs "
             "(pip install 'hessquant[vision]'), or calibrate on rows without 'images'"
         ) from error
-    return model_inputs(_processed(sample, images, processor), place)
+    content, fault = sample.content, f"the processor {type(processor).__name__} fails on this row"
+    if isinstance(content, str):
+        with failing(f"{place}: {fault}"):
+            inputs = processor(text=content, images=images, return_tensors="pt")
+    else:
+        inputs = rendered(sample, _with_images(content, images, place), processor, fault, return_tensors="pt")
+    return model_inputs(inputs, place)
 
 
-def _processed(sample: Sample, images: Sequence[Any], processor: Any) -> Mapping[str, Any]:
-    """Inputs of the model by name, as the processor gives them."""
-    place, content = sample.place, sample.content
-    messages = [] if isinstance(content, str) else _with_images(content, images, place)
-
-    def render(arguments: dict[str, Any]) -> Mapping[str, Any]:
-        # A processor is code of the library or of the model, and raises what it likes.
-        try:
-            with quiet():
-                made: Mapping[str, Any] = (
-                    processor(text=content, images=images, return_tensors="pt")
-                    if isinstance(content, str)
-                    else processor.apply_chat_template(
-                        messages, tokenize=True, return_dict=True, return_tensors="pt", **arguments
-                    )
-                )
-        except Exception as error:
-            raise CalibrationError(
-                f"{place}: the processor {type(processor).__name__} fails on this row: {type(error).__name__}: {error}"
-            ) from error
-        return made
-
-    made: Mapping[str, Any] = rendered(sample, processor, render, lambda inputs: inputs["input_ids"].tolist())
-    return made
-
-
-def _image(sample: Sample, index: int) -> Any:
-    path = sample.images[index]
+def _image(path: Path, place: str) -> Any:
     if not path.is_file():
         raise CalibrationError(
-            f"{sample.place}: there is no image {path}; paths are relative to the folder of the .jsonl file"
+            f"{place}: there is no image {path}; paths are relative to the folder of the .jsonl file"
         )
     try:
         return load_image(str(path.resolve()))
     except Exception as error:  # Pillow's plug-ins raise whatever they stumble over
-        raise CalibrationError(f"{sample.place}: cannot read the image {path}: {error}") from error
+        raise CalibrationError(f"{place}: cannot read the image {path}: {error}") from error
 
 
 def _with_images(messages: Sequence[Message], images: Sequence[Any], place: str) -> list[Message]:
@@ -93,7 +72,10 @@ def _with_images(messages: Sequence[Message], images: Sequence[Any], place: str)
             'image needs a {"type": "image"} in the content of a message, in order'
         )
     left = iter(images)
-    return [_filled(message, left) for message in messages]
+    return [
+        {**message, "content": [_filled(part, left) for part in _parts(message)]} if _parts(message) else message
+        for message in messages
+    ]
 
 
 def _parts(message: Message) -> list[Any]:
@@ -101,6 +83,5 @@ def _parts(message: Message) -> list[Any]:
     return content if isinstance(content, list) else []
 
 
-def _filled(message: Message, images: Iterator[Any]) -> Message:
-    parts = [{"type": "image", "image": next(images)} if part["type"] == "image" else part for part in _parts(message)]
-    return {**message, "content": parts} if parts else message
+def _filled(part: Message, images: Iterator[Any]) -> Message:
+    return {"type": "image", "image": next(images)} if part["type"] == "image" else part

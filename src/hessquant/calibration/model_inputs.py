@@ -1,4 +1,7 @@
-"""Inputs of one forward pass that are more than text: from a caller, or made by the model's processor."""
+"""What one window of the calibration is made of: token ids, or inputs that are more than text.
+
+Those come from a caller, or are made by the model's processor.
+"""
 
 import hashlib
 import json
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hessquant.errors import CalibrationError
+from hessquant.records import TokenWindow
 
 IDS = ("input_ids", "decoder_input_ids")
 """Inputs that hold token ids."""
@@ -48,12 +52,18 @@ class ModelInputs:
         return digest.digest()
 
 
-def id_rows(inputs: ModelInputs) -> Iterator[tuple[str, list[int]]]:
-    """Every row of token ids, and the name of the input that it is in."""
+CalibrationInput = TokenWindow | ModelInputs
+
+
+def id_rows(window: CalibrationInput) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Every row of token ids, and the name of the input that it is in; a target is in the decoder's."""
+    if isinstance(window, TokenWindow):
+        yield from ((name, row) for name, row in zip(IDS, (window.ids, window.target), strict=True) if row)
+        return
     for name in IDS:
-        tensor = inputs.tensors.get(name)
+        tensor = window.tensors.get(name)
         if tensor is not None:
-            yield from ((name, row) for row in tensor.reshape(-1, tensor.shape[-1]).tolist())
+            yield from ((name, tuple(row)) for row in tensor.reshape(-1, tensor.shape[-1]).tolist())
 
 
 def positions(tensor: Tensor) -> int:

@@ -13,7 +13,9 @@ from hessquant.errors import CalibrationError
 
 Message = Mapping[str, Any]
 
-OF_TEMPLATES = ("tools", "documents", "chat_template_kwargs")
+_VARIABLES = "chat_template_kwargs"
+
+OF_TEMPLATES = ("tools", "documents", _VARIABLES)
 """Keys of a conversation's row that are for the chat template."""
 
 _KINDS = {
@@ -53,7 +55,7 @@ def json_object(line: bytes, place: str) -> dict[str, Any]:
     """The object in a line of a .jsonl file.
 
     Raises:
-        CalibrationError: If it is none, says a key twice, or holds half a character.
+        CalibrationError: If it is none, or says a key twice.
     """
     try:
         row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_once)
@@ -65,12 +67,12 @@ def json_object(line: bytes, place: str) -> dict[str, Any]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} is there twice")
-    return found
+    row: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in row:
+            raise ValueError(f"the key {key!r} is there twice")
+        row[key] = value
+    return row
 
 
 def sample_of_row(row: Mapping[str, Any], place: str, folder: Path) -> Sample:
@@ -104,68 +106,56 @@ def sample_of_row(row: Mapping[str, Any], place: str, folder: Path) -> Sample:
     idle = [key for key, value in row.items() if value is not None and key not in _KINDS[kind]]
     if idle:
         raise CalibrationError(f"{place}: has {_listed(idle)}, which means nothing beside {kind!r}; remove it")
-    _refuse_halves(row, place)
+    refuse_halves(row, place)
     if kind == "source":
-        return Sample(place, _text(row, "source", place), _text(row, "target", place))
-    content = content_of(row, kind, place)
-    if isinstance(content, str) and not content.strip():
+        for key in _KINDS["source"]:
+            fits = isinstance(row[key], str) and row[key].strip()
+            _require(fits, row, key, "a text that is not empty", place)
+        return Sample(place, row["source"], row["target"])
+    if isinstance(row[kind], str) and not row[kind].strip():
         raise CalibrationError(f"{place}: the text is empty; remove the line or fill it")
     images = row.get("images") or []
-    if not isinstance(images, list) or not all(isinstance(image, str) and image for image in images):
-        raise CalibrationError(f"{place}: 'images' must be a list of paths, not {images!r:.80}")
-    return conversation(row, content, place, tuple(folder / image for image in images))
+    _require(_is_list_of(str, images) and all(images), row, "images", "a list of paths", place)
+    return sample_of_column(row, kind, place, tuple(folder / image for image in images))
 
 
-def conversation(
-    row: Mapping[str, Any], content: str | list[Message], place: str, images: tuple[Path, ...] = ()
-) -> Sample:
-    """A sample with what its row has for the chat template.
+def sample_of_column(row: Mapping[str, Any], column: str, place: str, images: tuple[Path, ...] = ()) -> Sample:
+    """The text or the conversation in one column of a row, with what the row has for the chat template.
 
     Raises:
-        CalibrationError: If that has another form, or there is no conversation that a template could be for.
+        CalibrationError: If one of them has another form, or there is no conversation that a template could be for.
     """
-    given = [key for key in OF_TEMPLATES if row.get(key) is not None]
+    content = row[column]
+    fits = isinstance(content, str) or (content and _is_list_of(Mapping, content))
+    _require(fits, row, column, "a string or a list of messages", place)
+    given = {key: row[key] for key in OF_TEMPLATES if key != column and row.get(key) is not None}
     if given and isinstance(content, str):
         raise CalibrationError(
             f"{place}: has {_listed(given)}, which is for a chat template, but its content is a text; give messages, "
             "or remove it"
         )
-    variables = row.get("chat_template_kwargs")
-    if variables is not None and not isinstance(variables, Mapping):
-        raise CalibrationError(f"{place}: 'chat_template_kwargs' must be an object, not {variables!r:.80}")
-    tools, documents = (_objects(row, key, place) for key in ("tools", "documents"))
-    return Sample(place, content, None, images, tools, documents, variables or {})
+    tools, documents, variables = given.get("tools", []), given.get("documents", []), given.get(_VARIABLES, {})
+    _require(isinstance(variables, Mapping), row, _VARIABLES, "an object", place)
+    _require(_is_list_of(Mapping, tools), row, "tools", "a list of objects", place)
+    _require(_is_list_of(Mapping, documents), row, "documents", "a list of objects", place)
+    return Sample(place, content, None, images, tools, documents, variables)
 
 
-def content_of(row: Mapping[str, Any], column: str, place: str) -> str | list[Message]:
-    """The text or the conversation in one column of a row."""
-    content = row[column]
-    _refuse_halves(content, place)
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and content and all(isinstance(message, Mapping) for message in content):
-        return content
-    raise CalibrationError(f"{place}: {column!r} must be a string or a list of messages, not {content!r:.80}")
+def _is_list_of(kind: type, value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
 
 
-def _text(row: Mapping[str, Any], column: str, place: str) -> str:
-    text = row[column]
-    if not isinstance(text, str) or not text.strip():
-        raise CalibrationError(f"{place}: {column!r} must be a text that is not empty, not {text!r:.80}")
-    return text
+def _require(fits: object, row: Mapping[str, Any], key: str, form: str, place: str) -> None:
+    if not fits:
+        raise CalibrationError(f"{place}: {key!r} must be {form}, not {row[key]!r:.80}")
 
 
-def _objects(row: Mapping[str, Any], key: str, place: str) -> list[Mapping[str, Any]]:
-    value = row.get(key)
-    if value is None:
-        return []
-    if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
-        raise CalibrationError(f"{place}: {key!r} must be a list of objects, not {value!r:.80}")
-    return value
+def refuse_halves(value: Any, place: str) -> None:
+    """Refuse half of a character of two UTF-16 units, such as a cut emoji: no tokenizer takes it.
 
-
-def _refuse_halves(value: Any, place: str) -> None:
-    """Refuse half of a character of two UTF-16 units, such as a cut emoji: no tokenizer takes it."""
+    Raises:
+        CalibrationError: If there is one anywhere in the value.
+    """
     waiting = [value]
     while waiting:
         part = waiting.pop()

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hessquant.calibration.batches import CalibrationInput
 from hessquant.calibration.images import image_inputs
-from hessquant.calibration.rows import Sample
+from hessquant.calibration.model_inputs import CalibrationInput
+from hessquant.calibration.rows import Message, Sample
 from hessquant.calibration.templates import rendered
 from hessquant.errors import CalibrationError
 from hessquant.models.library import quiet, reason
@@ -46,10 +46,10 @@ class Reader:
             return [image_inputs(sample, self.load_processor)]
         if sample.target is not None:
             return [self._pair(sample, sample.target)]
-        content = sample.content
-        ids = self.tokenize(content, sample.place) if isinstance(content, str) else _render(sample, self.tokenizer)
+        content, place = sample.content, sample.place
+        ids = self.tokenize(content, place) if isinstance(content, str) else self._conversation(sample, content)
         if not ids:
-            raise CalibrationError(f"{sample.place}: holds no token")
+            raise CalibrationError(f"{place}: holds no token")
         return self.windows(ids)
 
     def tokenize(self, text: str, place: str) -> list[int]:
@@ -68,10 +68,10 @@ class Reader:
             where = f"{place}{self._first_bad_line(text)}"
             raise CalibrationError(f"{where}: the tokenizer fails on this text: {reason(error)}") from error
 
-    def _ids(self, text: str) -> list[int]:
+    def _ids(self, *text: str, **target: str) -> list[int]:
         with quiet():  # which makes an exception of a panic
             # verbose=False: a text longer than the model's context is meant, since it is cut afterwards.
-            return list(self.tokenizer(text, verbose=False)["input_ids"])
+            return list(self.tokenizer(*text, **target, verbose=False)["input_ids"])
 
     def _first_bad_line(self, text: str) -> str:
         lines = text.split("\n")
@@ -82,33 +82,37 @@ class Reader:
                 return f", line {number} of the text"
         return ""
 
+    def _conversation(self, sample: Sample, messages: Sequence[Message]) -> list[int]:
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise CalibrationError(
+                f"{sample.place}: has 'messages', but the tokenizer has no chat template; "
+                "use a model with one, or rows with 'text'"
+            )
+        inputs = rendered(sample, messages, self.tokenizer, "the chat template fails on these messages")
+        return list(inputs["input_ids"])
+
     def _pair(self, sample: Sample, target: str) -> TokenWindow:
+        place = sample.place
         if not self.encoder_decoder:
             raise CalibrationError(
-                f"{sample.place}: has 'source' and 'target', which are for encoder-decoders; this model takes rows "
+                f"{place}: has 'source' and 'target', which are for encoder-decoders; this model takes rows "
                 "with 'text' or 'messages'"
             )
-        sides = {
-            "source": self.tokenize(str(sample.content), sample.place),
-            "target": self._target_ids(target, sample.place),
-        }
-        for name, ids in sides.items():
-            if not ids:
-                raise CalibrationError(f"{sample.place}: its {name!r} holds no token")
-            if len(ids) > self.window_length:
-                raise CalibrationError(
-                    f"{sample.place}: its {name!r} has {len(ids)} tokens, more than the window length of "
-                    f"{self.window_length}, and no pair is truncated; take --window-length {len(ids)}, or shorten it"
-                )
-        return TokenWindow(tuple(sides["source"]), tuple(sides["target"]))
-
-    def _target_ids(self, target: str, place: str) -> list[int]:
+        source_ids = self.tokenize(str(sample.content), place)
         try:
-            with quiet():
-                # Some tokenizers have another vocabulary for what is written.
-                return list(self.tokenizer(text_target=target, verbose=False)["input_ids"])
+            # Some tokenizers have another vocabulary for what is written.
+            target_ids = self._ids(text_target=target)
         except Exception as error:
             raise CalibrationError(f"{place}: the tokenizer fails on its 'target': {reason(error)}") from error
+        for name, ids in (("source", source_ids), ("target", target_ids)):
+            if not ids:
+                raise CalibrationError(f"{place}: its {name!r} holds no token")
+            if len(ids) > self.window_length:
+                raise CalibrationError(
+                    f"{place}: its {name!r} has {len(ids)} tokens, more than the window length of "
+                    f"{self.window_length}, and no pair is truncated; take --window-length {len(ids)}, or shorten it"
+                )
+        return TokenWindow(tuple(source_ids), tuple(target_ids))
 
 
 def halved(window: TokenWindow) -> TokenWindow:
@@ -116,26 +120,3 @@ def halved(window: TokenWindow) -> TokenWindow:
     half = len(window.ids) // 2
     # Of a single token there are no halves. As a target it is not even read: the decoder sees its start token alone.
     return TokenWindow(window.ids[:half], window.ids[half:]) if half else TokenWindow(window.ids, window.ids)
-
-
-def _render(sample: Sample, tokenizer: Any) -> list[int]:
-    place = sample.place
-    if not getattr(tokenizer, "chat_template", None):
-        raise CalibrationError(
-            f"{place}: has 'messages', but the tokenizer has no chat template; "
-            "use a model with one, or rows with 'text'"
-        )
-
-    def render(arguments: dict[str, Any]) -> list[int]:
-        # A template is a program that comes with the model; what it raises on messages it does not like is its own.
-        try:
-            with quiet():
-                ids = tokenizer.apply_chat_template(sample.content, tokenize=True, return_dict=False, **arguments)
-        except Exception as error:
-            raise CalibrationError(
-                f"{place}: the chat template fails on these messages: {type(error).__name__}: {error}"
-            ) from error
-        return list(ids)
-
-    ids: list[int] = rendered(sample, tokenizer, render, list)
-    return ids

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hessquant.calibration.builtin import Part, builtin_text
-from hessquant.calibration.rows import OF_TEMPLATES, Sample, content_of, conversation, json_object, sample_of_row
+from hessquant.calibration.rows import OF_TEMPLATES, Sample, json_object, refuse_halves, sample_of_column, sample_of_row
 from hessquant.errors import CalibrationError
 
 _IMAGES = b'"images"'
@@ -60,48 +60,41 @@ def open_source(source: str, part: Part, seed: int = 0) -> Source:
     if source.startswith("hub:"):
         return _hub(source)
     path = Path(source)
-    reader = {".txt": _text_file, ".jsonl": _jsonl_file}.get(path.suffix.lower())
-    if reader is None:
+    kind = path.suffix.lower()
+    if kind not in (".txt", ".jsonl"):
         raise CalibrationError(f"cannot read text from {source!r}; accepted are {_ACCEPTED}")
     if not path.is_file():
         raise CalibrationError(f"there is no file {source!r}; accepted are {_ACCEPTED}")
-    return reader(path)
-
-
-def _text_file(path: Path) -> Source:
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise CalibrationError(f"cannot read {path} as UTF-8 text: line {line}: {error}") from error
-    except OSError as error:
-        raise CalibrationError(f"cannot read {path} as UTF-8 text: {error}") from error
-    return RunningText(path.name, (text,))
-
-
-def _jsonl_file(path: Path) -> Source:
-    return Samples(path.name, _jsonl_samples(path))
-
-
-def _jsonl_samples(path: Path) -> Iterator[Sample]:
-    try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    place = f"{path}, line {number}"
-                    yield sample_of_row(json_object(line, place), place, path.parent)
-    except OSError as error:
-        raise CalibrationError(f"cannot read {path}: {error}") from error
+    return RunningText(path.name, (_text(path),)) if kind == ".txt" else Samples(path.name, _samples(path))
 
 
 def may_have_images(source: str) -> bool:
     """Whether a source names images, so that it must be read to know what the model will run on."""
     path = Path(source)
-    if path.suffix.lower() != ".jsonl" or not path.is_file():
-        return False
+    return path.suffix.lower() == ".jsonl" and path.is_file() and any(_IMAGES in line for line in _lines(path))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise CalibrationError(f"cannot read {path} as UTF-8 text: line {line}: {error}") from error
+    except OSError as error:
+        raise CalibrationError(f"cannot read {path} as UTF-8 text: {error}") from error
+
+
+def _samples(path: Path) -> Iterator[Sample]:
+    for number, line in enumerate(_lines(path), start=1):
+        if line.strip():
+            place = f"{path}, line {number}"
+            yield sample_of_row(json_object(line, place), place, path.parent)
+
+
+def _lines(path: Path) -> Iterator[bytes]:
     try:
         with path.open("rb") as lines:
-            return any(_IMAGES in line for line in lines)
+            yield from lines
     except OSError as error:
         raise CalibrationError(f"cannot read {path}: {error}") from error
 
@@ -149,20 +142,19 @@ def _hub_sample(row: Mapping[str, Any], column: str, place: str) -> Sample:
     Where no column is named, though, what belongs to a conversation is not dropped: it goes to the template, or is
     refused.
     """
-    taken = column or ("messages" if row.get("messages") is not None or "text" not in row else "text")
-    if taken not in row:
-        found = ", ".join(map(repr, row)) or "nothing"
-        needed = repr(column) if column else "'text' or 'messages'"
-        raise CalibrationError(f"{place}: found {found}, needs {needed}")
-    content = content_of(row, taken, place)
-    if column or isinstance(content, str):
-        return Sample(place, content)
-    if row.get("images"):
+    content = column or ("messages" if row.get("messages") is not None or "text" not in row else "text")
+    if content not in row:
+        columns, needed = ", ".join(map(repr, row)) or "nothing", repr(column) if column else "'text' or 'messages'"
+        raise CalibrationError(f"{place}: found {columns}, needs {needed}")
+    alone = column or isinstance(row[content], str)
+    if not alone and row.get("images"):
         raise CalibrationError(
             f"{place}: has 'images', which are read from files alone; save the rows as a .jsonl file with paths, or "
             "name the column 'messages' to calibrate on the talk without them"
         )
-    return conversation({key: row[key] for key in OF_TEMPLATES if key in row}, content, place)
+    taken = {key: row[key] for key in (content, *(() if alone else OF_TEMPLATES)) if key in row}
+    refuse_halves(taken, place)
+    return sample_of_column(taken, content, place)
 
 
 def _stream(source: str, name: str, config: str | None, split: str) -> Iterator[Mapping[str, Any]]:

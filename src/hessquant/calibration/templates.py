@@ -1,41 +1,45 @@
-"""A conversation and what its row has for the chat template -> arguments of `apply_chat_template`, all of them used."""
+"""A conversation and what its row has for the chat template -> what the template makes of it, with all of it used."""
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from hessquant.calibration.rows import Sample
+from hessquant.calibration.rows import Message, Sample
 from hessquant.errors import CalibrationError
+from hessquant.models.library import quiet
 
 # What a row may say of how its conversation is rendered; every other parameter of the call is ours.
 _OF_THE_ROW = {"add_generation_prompt", "continue_final_message"}
 
-
-def _reserved() -> frozenset[str]:
-    calls = (PreTrainedTokenizerBase.apply_chat_template, ProcessorMixin.apply_chat_template)
-    names = {name for call in calls for name in inspect.signature(call).parameters}
-    return frozenset(names - _OF_THE_ROW) | {"messages"}
+_RESERVED = {"messages"}.union(
+    *(inspect.signature(owner.apply_chat_template).parameters for owner in (PreTrainedTokenizerBase, ProcessorMixin))
+).difference(_OF_THE_ROW)
 
 
-_RESERVED = _reserved()
-
-
-def rendered(sample: Sample, owner: Any, render: Callable[[dict[str, Any]], Any], ids_of: Callable[[Any], Any]) -> Any:
-    """What `render` makes of a conversation, with everything that its row has for the template.
+def rendered(
+    sample: Sample, messages: Sequence[Message], owner: Any, fault: str, **arguments: Any
+) -> Mapping[str, Any]:
+    """What the chat template makes of a conversation, with everything that its row has for it.
 
     Args:
-        sample: It is a conversation.
+        sample: Whose conversation it is.
+        messages: The conversation, as `owner` takes it.
         owner: The tokenizer or processor, whose template it is.
-        render: Calls `apply_chat_template` with these arguments besides the messages.
-        ids_of: Token ids of what that gives.
+        fault: What is said of one that fails.
+        arguments: Of `apply_chat_template` besides.
+
+    Returns:
+        Inputs of the model by name, `input_ids` among them.
 
     Raises:
-        CalibrationError: If a variable is not the row's to set, or the template drops what it is given.
+        CalibrationError: If a variable is not the row's to set, the template drops what it is given, or it fails.
     """
-    variables = dict(sample.template_variables)
+    variables = sample.template_variables
     taken = sorted(name for name in variables if name in _RESERVED)
     if taken:
         raise CalibrationError(
@@ -49,16 +53,38 @@ def rendered(sample: Sample, owner: Any, render: Callable[[dict[str, Any]], Any]
                 f"{sample.place}: 'chat_template_kwargs' sets {name!a}, which the model's chat template does not have; "
                 "rename it if it is misspelt, or remove it"
             )
+
+    def render(given: Mapping[str, Any]) -> Mapping[str, Any]:
+        with failing(f"{sample.place}: {fault}"):
+            inputs: Mapping[str, Any] = owner.apply_chat_template(
+                messages, tokenize=True, return_dict=True, **arguments, **given, **variables
+            )
+            return inputs
+
     given = {key: value for key, value in (("tools", sample.tools), ("documents", sample.documents)) if value}
-    made = render({**given, **variables})
+    inputs = render(given)
     for key in given:
-        rest = {other: value for other, value in given.items() if other != key}
-        if ids_of(render({**rest, **variables})) == ids_of(made):
+        without = render({other: value for other, value in given.items() if other != key})
+        if np.array_equal(without["input_ids"], inputs["input_ids"]):
             raise CalibrationError(
                 f"{sample.place}: has {key!r}, but the model's chat template makes the same of the row without; remove "
                 "them, or use a model whose template has a place for them"
             )
-    return made
+    return inputs
+
+
+@contextmanager
+def failing(fault: str) -> Iterator[None]:
+    """Refuse what a template or a processor fails on: code of a library or of the model, which raises what it likes.
+
+    Raises:
+        CalibrationError: With the fault and the reason.
+    """
+    try:
+        with quiet():
+            yield
+    except Exception as error:
+        raise CalibrationError(f"{fault}: {type(error).__name__}: {error}") from error
 
 
 def _template(owner: Any, sample: Sample) -> str | None:

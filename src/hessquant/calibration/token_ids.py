@@ -1,11 +1,10 @@
 """Token ids and other inputs from a caller -> calibration inputs, for the Python API."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
-from hessquant.calibration.batches import CalibrationInput
-from hessquant.calibration.model_inputs import model_inputs
+from hessquant.calibration.model_inputs import CalibrationInput, model_inputs
 from hessquant.calibration.samples import halved
 from hessquant.errors import CalibrationError
 from hessquant.records import TokenWindow
@@ -40,45 +39,42 @@ def windows_from_ids(batches: Iterable[Any], *, encoder_decoder: bool = False) -
         elif others:
             windows.append(model_inputs(batch, f"calibration sample {len(windows)}"))
         else:
-            made = _windows(batch, len(windows))
-            windows += map(halved, made) if encoder_decoder else made
+            rows = _windows(batch, len(windows))
+            windows += map(halved, rows) if encoder_decoder else rows
     if not windows:
         raise CalibrationError("the calibration input holds no sample")
     return tuple(windows)
 
 
-def _windows(batch: Any, first: int, what: str = "") -> list[TokenWindow]:
+def _windows(batch: Any, first: int) -> list[TokenWindow]:
+    """A window of each row of ids, which are counted from `first`, without what its mask hides."""
+    if not isinstance(batch, Mapping):
+        batch = {"input_ids": batch}
+    if "input_ids" not in batch:
+        raise CalibrationError(f"a calibration batch has the keys {', '.join(map(repr, batch))}, needs 'input_ids'")
+    ids, mask = _as_rows(batch["input_ids"]), batch.get("attention_mask")
+    masks = [None] * len(ids) if mask is None else _as_rows(mask)
+    _refuse_other_count(ids, masks, "attention_mask")
     return [
-        TokenWindow(_unpadded(ids, mask, f"calibration sample {index}{what}"))
-        for index, (ids, mask) in enumerate(_rows(batch), start=first)
+        TokenWindow(_unpadded(row, row_mask, f"calibration sample {index}"))
+        for index, (row, row_mask) in enumerate(zip(ids, masks, strict=True), start=first)
     ]
 
 
 def _pairs(batch: Mapping[str, Any], first: int) -> list[TokenWindow]:
     """Sources and targets. A target is padded with what is no token, as the loss of training wants it."""
-    sources = _windows({name: batch[name] for name in _TEXT & batch.keys()}, first)
-    labels = _as_rows(batch[_LABELS])
-    masks = [[int(label != _NO_LABEL) for label in row] for row in labels]
-    targets = _windows({"input_ids": labels, "attention_mask": masks}, first, ", labels")
-    if len(sources) != len(targets):
-        raise CalibrationError(f"a calibration batch has {len(sources)} rows of input_ids but {len(targets)} of labels")
-    return [TokenWindow(source.ids, target.ids) for source, target in zip(sources, targets, strict=True)]
+    sources, labels = _windows(batch, first), _as_rows(batch[_LABELS])
+    _refuse_other_count(sources, labels, _LABELS)
+    pairs = []
+    for index, (source, row) in enumerate(zip(sources, labels, strict=True), start=first):
+        mask = [label != _NO_LABEL for label in row]
+        pairs.append(TokenWindow(source.ids, _unpadded(row, mask, f"calibration sample {index}, labels")))
+    return pairs
 
 
-def _rows(batch: Any) -> Iterator[tuple[list[Any], list[Any] | None]]:
-    """Rows of ids, each with its mask."""
-    if not isinstance(batch, Mapping):
-        batch = {"input_ids": batch}
-    if "input_ids" not in batch:
-        raise CalibrationError(f"a calibration batch has the keys {', '.join(map(repr, batch))}, needs 'input_ids'")
-    ids = _as_rows(batch["input_ids"])
-    mask = batch.get("attention_mask")
-    masks = [None] * len(ids) if mask is None else _as_rows(mask)
-    if len(masks) != len(ids):
-        raise CalibrationError(
-            f"a calibration batch has {len(ids)} rows of input_ids but {len(masks)} of attention_mask"
-        )
-    yield from zip(ids, masks, strict=True)
+def _refuse_other_count(ids: Sized, others: Sized, name: str) -> None:
+    if len(ids) != len(others):
+        raise CalibrationError(f"a calibration batch has {len(ids)} rows of input_ids but {len(others)} of {name}")
 
 
 def _as_rows(values: Any) -> list[list[Any]]:
@@ -97,24 +93,21 @@ def _as_rows(values: Any) -> list[list[Any]]:
 
 
 def _unpadded(ids: list[Any], mask: list[Any] | None, place: str) -> tuple[int, ...]:
+    """The ids in the one contiguous run that a mask keeps."""
     if mask is not None:
-        ids = ids[_kept(mask, len(ids), place)]
+        if len(mask) != len(ids):
+            raise CalibrationError(f"{place} has {len(ids)} ids but {len(mask)} mask values")
+        if any(value not in (0, 1) for value in mask):
+            raise CalibrationError(f"{place} has mask values other than 0 and 1")
+        kept = list(itertools.compress(range(len(mask)), mask))
+        if kept and kept[-1] - kept[0] >= len(kept):
+            raise CalibrationError(
+                f"{place} has masked tokens between kept ones; split it there, or mask only the ends"
+            )
+        ids = [ids[index] for index in kept]
     if not ids:
         raise CalibrationError(f"{place} is empty{'' if mask is None else ': its mask leaves no token'}")
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool) or token < 0:
             raise CalibrationError(f"{place} has {token!r:.40} among its ids; token ids are integers from 0 up")
     return tuple(ids)
-
-
-def _kept(mask: list[Any], length: int, place: str) -> slice:
-    """The one contiguous run that a mask keeps."""
-    if len(mask) != length:
-        raise CalibrationError(f"{place} has {length} ids but {len(mask)} mask values")
-    runs = [(value, len(list(run))) for value, run in itertools.groupby(mask)]
-    if any(value not in (0, 1) for value, _ in runs):
-        raise CalibrationError(f"{place} has mask values other than 0 and 1")
-    if sum(value == 1 for value, _ in runs) > 1:
-        raise CalibrationError(f"{place} has masked tokens between kept ones; split it there, or mask only the ends")
-    start = runs[0][1] if runs and runs[0][0] == 0 else 0
-    return slice(start, start + sum(count for value, count in runs if value == 1))

@@ -6,6 +6,7 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hessquant.calibration.fit import refuse_unfit_windows, refuse_window_length
 from hessquant.calibration.windows import evaluation_windows
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.stacks import restacked
@@ -18,7 +19,6 @@ from hessquant.models.library import predicts_next_token
 from hessquant.models.load import build
 from hessquant.models.probe import probe
 from hessquant.models.source import ModelSource, resolve
-from hessquant.pipeline.windows import refuse_unfit_windows, refuse_window_length
 from hessquant.results import SILENT, Comparison, Evaluation, Progress
 
 

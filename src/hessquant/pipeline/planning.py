@@ -4,11 +4,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from hessquant.calibration.calibration import Calibration
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.config import Config
 from hessquant.models.source import ModelSource, resolve
 from hessquant.pipeline.publishing import refuse_form
-from hessquant.pipeline.windows import Calibration
 from hessquant.planning import plan as planning
 from hessquant.records import Plan
 
