@@ -14,7 +14,7 @@ from hessquant.calibration.weighting import weights_for
 from hessquant.core import hessian
 from hessquant.core.hessian import HessianStatistics
 from hessquant.errors import CaptureError, NonFiniteError
-from hessquant.models.routing import through_every_expert
+from hessquant.models.experts import through_every_expert
 from hessquant.models.watch import Product, Watch
 
 SolveStop = Callable[[Stop, Mapping[str, HessianStatistics]], None]

@@ -15,9 +15,9 @@ from hessquant.evaluation.measuring import evaluate_model
 from hessquant.models.context import context_of
 from hessquant.models.context import window_length as window_length_of
 from hessquant.models.library import predicts_next_token
-from hessquant.models.load import build
 from hessquant.models.probe import probe
 from hessquant.models.source import ModelSource, resolve
+from hessquant.models.stream import build
 from hessquant.pipeline.windows import refuse_unfit_windows, refuse_window_length
 from hessquant.results import Evaluation, Progress
 

@@ -16,8 +16,8 @@ from hessquant.calibration.windows import calibration_record, calibration_window
 from hessquant.config import Config
 from hessquant.errors import CalibrationError
 from hessquant.models.context import Context, context_of, window_length
-from hessquant.models.signature import unknown_inputs
 from hessquant.models.source import ModelSource
+from hessquant.models.structure import unknown_inputs
 from hessquant.results import CalibrationRecord
 
 _STARTS = ("decoder_start_token_id", "pad_token_id", "bos_token_id")
@@ -120,7 +120,7 @@ class Calibration:
         """Refuse inputs that the model's forward pass does not name: it may take any, and ignore them."""
         samples = [window for window in windows if isinstance(window, ModelInputs)]
         names = dict.fromkeys(name for sample in samples for name in sample.tensors)
-        unknown = unknown_inputs(self._source, names) if names else []
+        unknown = unknown_inputs(self._source.weightless(), names) if names else []
         for sample in samples:
             strange = [name for name in sample.tensors if name in unknown]
             if strange:
