@@ -21,8 +21,8 @@ import perplexity
 import workload
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.unpacked import decoded_state
-from hessquant.models.load import build
 from hessquant.models.source import resolve
+from hessquant.models.stream import build
 from rounding import rounded
 
 TITLES = {

@@ -4,8 +4,8 @@ import hessquant
 import job
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.unpacked import decoded_state
-from hessquant.models.load import build
 from hessquant.models.source import resolve
+from hessquant.models.stream import build
 
 
 def quantize(arguments):

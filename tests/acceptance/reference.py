@@ -17,8 +17,8 @@ from torch import nn
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.unpacked import decoded_state, quantization_of
 from hessquant.formats import dialect_of
-from hessquant.models.load import build
 from hessquant.models.source import resolve
+from hessquant.models.stream import build
 
 SLACK = 2.0
 

@@ -7,9 +7,7 @@ from pathlib import Path
 from safetensors import safe_open
 from tests import readers
 
-from hessquant.models.naming import Naming
 from hessquant.models.source import ModelSource
-from hessquant.models.weightless import build_weightless
 
 _EXPERTS = re.compile(r"(.*\.experts)\.\d+\..*")
 
@@ -83,9 +81,8 @@ def _modules(tensors):
 def _names_in_model(model, tensors):
     """What transformers calls the module that a tensor of a checkpoint ends in."""
     source = ModelSource("m", model)
-    built = build_weightless(source.config)
     weights = [re.sub(r"\.(qweight|weight_packed)$", ".weight", name) for name in tensors]
-    keys = Naming(built, weights).keys
+    keys = source.naming(source.weightless(), weights).keys
     return {
         name.removesuffix(".weight"): key.removesuffix(".weight")
         for key, found in keys.items()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hessquant.checkpoint.stacks import restacked
-from hessquant.models.recorder import ProbedProduct
+from hessquant.models.products import ProbedProduct
 from hessquant.records import Location
 
 EXPERTS, ROWS, COLUMNS = 3, 4, 6
@@ -16,9 +16,9 @@ def product(expert, name, part_rows, transposed):
         f"experts.{expert}.{name}.weight",
         (location,),
         ROWS,
-        COLUMNS,
         transposed,
-        whole=True,
+        columns=COLUMNS,
+        multiplied_whole=True,
         input_id=(0, 0),
         part_of="experts.both",
         part_rows=part_rows,

@@ -7,8 +7,8 @@ from safetensors.torch import load_file
 
 from hessquant.errors import SourceError
 from hessquant.models import gguf as conversion
-from hessquant.models.load import build
 from hessquant.models.source import resolve
+from hessquant.models.stream import build
 
 
 @pytest.fixture(autouse=True)

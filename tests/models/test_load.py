@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import load_file
 
 from hessquant.errors import SourceError
-from hessquant.models.load import build
 from hessquant.models.source import ModelSource
+from hessquant.models.stream import build
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def test_llama_products_come_in_the_order_of_the_forward_pass(llama_config):
 def test_shapes_are_outputs_by_inputs(llama_config):
     seen = products(probe_of(llama_config))
     down, key = seen["model.layers.1.mlp.down_proj.weight"], seen["model.layers.1.self_attn.k_proj.weight"]
-    assert (down.rows, down.columns, down.transposed, down.whole) == (64, 96, False, True)
+    assert (down.rows, down.columns, down.transposed, down.multiplied_whole) == (64, 96, False, True)
     assert (key.rows, key.columns) == (32, 64)
 
 
@@ -58,7 +58,7 @@ def test_conv1d_is_transposed_even_when_square(gpt2_config):
     seen = products(probe_of(gpt2_config))
     qkv, square = seen["transformer.h.0.attn.c_attn.weight"], seen["transformer.h.1.mlp.c_fc.weight"]
     assert (qkv.rows, qkv.columns, qkv.transposed) == (192, 64, True)
-    assert (square.rows, square.columns, square.transposed, square.whole) == (64, 64, True, True)
+    assert (square.rows, square.columns, square.transposed, square.multiplied_whole) == (64, 64, True, True)
     assert not seen["transformer.wte.weight"].transposed
 
 

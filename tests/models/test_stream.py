@@ -143,7 +143,7 @@ def test_a_model_without_a_class_is_refused(saved):
     _, directory = saved
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"hidden_act": "no such function"}))
-    with pytest.raises(SourceError, match="tiny: the model cannot be built"):
+    with pytest.raises(SourceError, match="tiny: no model can be built of its config"):
         streamed(directory)
 
 

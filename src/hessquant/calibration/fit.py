@@ -7,8 +7,8 @@ from transformers import PreTrainedConfig
 from hessquant.calibration.model_inputs import CalibrationInput, ModelInputs, id_rows
 from hessquant.errors import CalibrationError
 from hessquant.models.context import context_of
-from hessquant.models.signature import unknown_inputs
 from hessquant.models.source import ModelSource
+from hessquant.models.structure import unknown_inputs
 
 
 def refuse_window_length(asked: int | None, source: ModelSource) -> None:
@@ -66,7 +66,7 @@ def refuse_unknown_inputs(windows: Sequence[CalibrationInput], source: ModelSour
     """
     samples = [window for window in windows if isinstance(window, ModelInputs)]
     names = dict.fromkeys(name for sample in samples for name in sample.tensors)
-    unknown = unknown_inputs(source, names) if names else []
+    unknown = unknown_inputs(source.weightless(), names) if names else []
     for sample in samples:
         strange = [name for name in sample.tensors if name in unknown]
         if strange:

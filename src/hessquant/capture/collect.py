@@ -14,7 +14,7 @@ from hessquant.capture.stops import InputGroup, Key, Stop
 from hessquant.core import hessian
 from hessquant.core.hessian import HessianStatistics, first_token_weights
 from hessquant.errors import CaptureError, NonFiniteError
-from hessquant.models.routing import through_every_expert
+from hessquant.models.experts import through_every_expert
 from hessquant.models.watch import Product, Watch
 
 QuantizeStop = Callable[[Stop, Mapping[str, HessianStatistics]], None]

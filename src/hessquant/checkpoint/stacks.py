@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from hessquant.models.recorder import ProbedProduct
+from hessquant.models.products import ProbedProduct
 
 _Known = TypeVar("_Known")
 

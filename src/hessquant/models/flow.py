@@ -1,9 +1,15 @@
-"""Where the outputs of weights go in a forward pass: what only chooses, and what is divided in halves.
+"""What the outputs of weights are for in a forward pass, seen without knowing the model.
 
-A router's outputs are candidates that the largest are taken of. An indexer's are too, by way of products with other
-activations; all that is left of them afterwards is which positions were chosen. So it is followed, from every product
-with a weight, where its outputs go: into a choice, into the next product, or both. What a product gives is its own
-weight's, not that of the weights before, and integers and truth values carry nothing.
+What only chooses, and what is divided in halves (`Flow`): a router's outputs are candidates that the largest are taken
+of. An indexer's are too, by way of products with other activations; all that is left of them afterwards is which
+positions were chosen. So it is followed, from every product with a weight, where its outputs go: into a choice, into
+the next product, or both. What a product gives is its own weight's, not that of the weights before, and integers and
+truth values carry nothing.
+
+What attention reads (`FeedsAttention`): a model that attends by `scaled_dot_product_attention` calls it in the module
+that has just made queries, keys and values. So the matrices that this module multiplied by then are theirs, through
+however many stages, and those that it multiplies afterwards are not. Attention by other means (products and a softmax
+of the model's own) is not seen.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,10 +17,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hessquant.models.watch import tensors_in, works_in_place
+from hessquant.models.watch import Looking, is_wrapped, tensors_in, works_in_place
 
 Halves = Literal["first and second", "in turn"]
 """How two matrices share the rows of one: the first half of them and the second, or every other row."""
@@ -37,6 +44,7 @@ _DIVISIONS = {
     for function in (getattr(torch, name), getattr(torch.Tensor, name))
 }
 _NOTHING: frozenset[str] = frozenset()
+_OF_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 class Flow(TorchFunctionMode):
@@ -126,3 +134,55 @@ class Flow(TorchFunctionMode):
             index = args[1][-1] if isinstance(args[1], tuple) and args[1] else args[1]
             if isinstance(index, slice) and index.step == 2:
                 self.halves.setdefault(name, "in turn")
+
+
+class FeedsAttention(Looking):
+    """Notes the parameters of which the queries, keys and values of causal attention within one sequence are made.
+
+    Attributes:
+        names: Those found so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self._multiplied: list[str] = []
+        self._before: list[int] = []
+
+    def look(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Look at the mask of an attention."""
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            given = dict(zip(_OF_ATTENTION, args, strict=False)) | dict(kwargs)
+            if given.get("is_causal") or _hides_what_comes(given.get("attn_mask")):
+                self._attend()
+
+    def enter(self) -> None:
+        """A module begins."""
+        self._before.append(len(self._multiplied))
+
+    def leave(self) -> None:
+        """The module that began last ends."""
+        self._before.pop()
+
+    def multiply(self, name: str) -> None:
+        """A parameter is multiplied."""
+        self._multiplied.append(name)
+
+    def _attend(self) -> None:
+        # The call may be in a module of its own that has no weights: then it is the parent that made the inputs.
+        for before in reversed(self._before):
+            if before < len(self._multiplied):
+                self.names.update(self._multiplied[before:])
+                return
+
+
+def _hides_what_comes(mask: Any) -> bool:
+    """Whether a mask [..., queries, keys] keeps every query from every later key of the same sequence."""
+    if not isinstance(mask, Tensor) or isinstance(mask, FakeTensor) or is_wrapped(mask) or mask.ndim < 2:
+        return False
+    queries, keys = mask.shape[-2:]
+    if queries != keys or queries < 2:
+        return False
+    # A mask is true where a query sees a key, or is added to the scores; "never" is the dtype's least value, or -inf.
+    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    return not bool(seen.triu(1).any())

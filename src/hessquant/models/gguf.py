@@ -1,12 +1,12 @@
 """Turning a `.gguf` file into a Hugging Face directory, once."""
 
-import contextlib
 import hashlib
 import io
 import os
 import shutil
 import tempfile
 from collections.abc import Mapping
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from hessquant.errors import SourceError
 from hessquant.models.gguf_header import check_header
-from hessquant.models.library import LIBRARY_ERRORS, from_config, quiet, reason
+from hessquant.models.library import from_config, refusing
 
 # Part of the cache key: raise it when the conversion changes.
 _CONVERSION = 1
@@ -47,16 +47,12 @@ def converted(file: Path) -> Path:
         draft = Path(tempfile.mkdtemp(prefix="draft-", dir=target.parent))
     except OSError as error:
         raise SourceError(f"{file.name}: cannot write to the cache; set HESSQUANT_CACHE: {error}") from error
+    advice = "Start from the model's Hugging Face directory instead"
     try:
-        _convert(file, draft)
-        _publish(draft, target)
-    except SourceError:
-        raise
-    except LIBRARY_ERRORS as error:
-        raise SourceError(
-            f"{file.name}: transformers cannot convert this file: {reason(error)}. "
-            "Start from the model's Hugging Face directory instead"
-        ) from error
+        # The reader's progress bar cannot be switched off, only sent elsewhere.
+        with refusing(f"{file.name}: transformers cannot convert this file", advice), redirect_stderr(io.StringIO()):
+            _convert(file, draft)
+            _publish(draft, target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return target
@@ -80,23 +76,21 @@ def _publish(draft: Path, target: Path) -> None:
 
 def _convert(file: Path, directory: Path) -> None:
     blocks = check_header(file)
-    # The reader's progress bar cannot be switched off, only sent elsewhere.
-    with quiet(), contextlib.redirect_stderr(io.StringIO()):
-        config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-        layers = config.get_text_config().num_hidden_layers
-        if layers > blocks:
-            raise SourceError(f"{file.name}: its config has {layers} layers, but it holds tensors of {blocks} blocks")
-        # The reader keeps the file's title there, which means nothing to anybody.
-        vars(config).pop("_model_name_or_path", None)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        with torch.device("meta"):
-            model = from_config(config)
-        parsed = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model, torch_dtype=torch.float32)  # type: ignore[no-untyped-call]
-        tensors = parsed["tensors"]
-        dtype = _storage_dtype(tensors)
-        _fill(model, {name: tensors.pop(name).to(dtype) for name in list(tensors)}, file.name)
-        model.save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    layers = config.get_text_config().num_hidden_layers
+    if layers > blocks:
+        raise SourceError(f"{file.name}: its config has {layers} layers, but it holds tensors of {blocks} blocks")
+    # The reader keeps the file's title there, which means nothing to anybody.
+    vars(config).pop("_model_name_or_path", None)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    with torch.device("meta"):
+        model = from_config(config)
+    parsed = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model, torch_dtype=torch.float32)  # type: ignore[no-untyped-call]
+    tensors = parsed["tensors"]
+    dtype = _storage_dtype(tensors)
+    _fill(model, {name: tensors.pop(name).to(dtype) for name in list(tensors)}, file.name)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
 
 
 def _storage_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:

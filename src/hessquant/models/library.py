@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
+from hessquant.errors import SourceError
+
 LIBRARY_ERRORS = (Exception,)
 """What transformers and what it calls raise over a model that they cannot use.
 
@@ -51,6 +53,26 @@ def quiet() -> Iterator[None]:
         hf_logging.set_verbosity(verbosity)
         if bars:
             hf_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def refusing(fault: str, advice: str = "") -> Iterator[None]:
+    """Inside, transformers is quiet, and what it raises becomes a refusal of the source.
+
+    Args:
+        fault: What cannot be done, with the source's name; the library's reason follows.
+        advice: What to do instead, in a sentence.
+
+    Raises:
+        SourceError: That, or what is raised inside as such.
+    """
+    try:
+        with quiet():
+            yield
+    except SourceError:
+        raise
+    except LIBRARY_ERRORS as error:
+        raise SourceError(f"{fault}: {reason(error)}" + (f". {advice}" if advice else "")) from error
 
 
 @contextmanager

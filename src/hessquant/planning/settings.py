@@ -9,7 +9,7 @@ from hessquant.config import AUTO_GROUP_SIZES, Config, Override
 from hessquant.errors import GroupSizeError, PatternError, PlanError
 from hessquant.formats import OUTPUTS
 from hessquant.formats.dialect import PackedWeight
-from hessquant.models.recorder import ProbedProduct
+from hessquant.models.products import ProbedProduct
 from hessquant.planning.patterns import match_all, weight_pattern
 from hessquant.planning.servers import tensor_parallel
 from hessquant.planning.targets import fused_sets

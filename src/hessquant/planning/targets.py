@@ -8,7 +8,7 @@ from hessquant.errors import PlanError
 from hessquant.formats.fused import FusedSet, sets_among
 from hessquant.models.flow import MIN_ROWS
 from hessquant.models.probe import Probe
-from hessquant.models.recorder import ProbedProduct
+from hessquant.models.products import ProbedProduct
 from hessquant.planning.patterns import match_all
 from hessquant.planning.untouched import EXCLUDED, left_alone, namesakes, product_fault, reason_left
 from hessquant.records import TensorInfo
@@ -90,7 +90,7 @@ def head_product(probe: Probe) -> ProbedProduct | None:
             continue
         for product in probe.products:
             own = product.parameter == parameter.same_as
-            if own and product.whole and product.calls == 1 and name.endswith(".weight"):
+            if own and product.multiplied_whole and product.calls == 1 and name.endswith(".weight"):
                 return replace(product, name=name) if tied else product
     return None
 

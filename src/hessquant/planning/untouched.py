@@ -8,7 +8,7 @@ from hessquant.config import Config
 from hessquant.errors import PlanError
 from hessquant.models.flow import Chooser
 from hessquant.models.probe import Probe
-from hessquant.models.recorder import ProbedProduct
+from hessquant.models.products import ProbedProduct
 from hessquant.planning.patterns import weight_pattern
 from hessquant.records import TensorInfo
 
@@ -78,7 +78,7 @@ def product_fault(product: ProbedProduct, probe: Probe) -> str | None:
     parameter = probe.parameters[product.parameter]
     if parameter.role != "weight" or len(parameter.shape) < 2 or parameter.block is None:
         return _parameter_fault(product.parameter, probe) or "left in 16 bit"
-    if not product.whole:
+    if not product.multiplied_whole:
         return product.fault or "not multiplied as a whole matrix"
     if product.module in probe.blocks and not probe.whole:
         return f"held by the block {product.module} itself, not by a module of its own"

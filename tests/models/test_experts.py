@@ -1,4 +1,4 @@
-from hessquant.models.siblings import in_order, pattern, unreached
+from hessquant.models.experts import in_order, pattern, unreached
 
 
 def experts(*numbers, block=0):

@@ -3,7 +3,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from hessquant.errors import PlanError
-from hessquant.models.blocks import find_blocks
+from hessquant.models.structure import find_blocks
 
 
 class Block(nn.Module):
