@@ -39,3 +39,5 @@ def test_the_pool_is_the_sum_over_experts():
     pool = pooled([first, second], COLUMNS)
     assert (pool.token_count, pool.weight_sum) == (40, 40.0)
     assert torch.equal(pool.sum, first.sum + second.sum)
+    nobody = pooled([], COLUMNS)
+    assert (nobody.token_count, nobody.sum.shape, nobody.sum.any()) == (0, (COLUMNS, COLUMNS), False)

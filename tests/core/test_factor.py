@@ -86,6 +86,14 @@ def test_a_factor_that_lapack_finds_in_rounding_noise_is_not_taken():
     assert float(factor.lower.diagonal().min()) > 1e-4
 
 
+def test_damping_is_raised_tenfold_until_it_is_enough():
+    # Eigenvalues 2.005 and -0.005: a hundredth is enough, and a thousandth is not.
+    hessian = torch.tensor([[1.0, 1.005], [1.005, 1.0]])
+    for damping, attempts in ((0.001, 2), (0.0001, 3)):
+        factor = factorize(hessian, damping=damping, order="natural", group_width=2)
+        assert (factor.attempts, factor.damping_used) == (attempts, pytest.approx(0.01))
+
+
 def test_damping_that_is_enough_is_not_raised():
     vector = torch.randn(1024, generator=torch.Generator().manual_seed(0)).double()
     factor = factorize(torch.outer(vector, vector), damping=1e-4, order="activation", group_width=1024)

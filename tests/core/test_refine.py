@@ -93,7 +93,18 @@ def test_a_best_scale_that_is_negative_or_cannot_be_stored_is_not_taken(target):
     codes = torch.tensor([[9, 11, 8, 14]], dtype=torch.uint8)
     quantized = QuantizedWeight(codes, Grid(spec, torch.ones(1, 1).half(), torch.full((1, 1), 8, dtype=torch.uint8)))
     weight = target * (codes - 8.0).double()
-    assert torch.equal(refined(weight, quantized, hessian).grid.scales, quantized.grid.scales)
+    assert refined(weight, quantized, hessian).grid.scales.item() == 1
+
+
+@pytest.mark.parametrize(("rows", "group_size"), [(1, 4), (3, -1)])
+def test_what_is_refined_is_left_as_it_was(rows, group_size):
+    weight, hessian = random_layer(rows, 8, seed=7)
+    quantized = start(weight, hessian, GridSpec(bits=3, group_size=group_size))
+    codes, scales = quantized.codes.clone(), quantized.grid.scales.clone()
+    found = refined(weight, quantized, hessian)
+    assert not torch.equal(found.grid.scales, scales)
+    assert torch.equal(quantized.codes, codes)
+    assert torch.equal(quantized.grid.scales, scales)
 
 
 def test_a_group_of_zeros_keeps_its_scale_and_stays_zero():

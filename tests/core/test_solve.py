@@ -171,6 +171,14 @@ def test_float32_loses_no_more_than_rounding_against_the_oracle():
     assert single.loss == pytest.approx(double.loss, rel=2e-3)
 
 
+def test_weights_of_16_bits_are_solved_in_float32():
+    weight, hessian = random_layer(4, 32, seed=12)
+    half = weight.bfloat16()
+    found, expected = (hessquant.solve(given, hessian, Config(group_size=8)) for given in (half, half.float()))
+    assert torch.equal(found.weight.codes, expected.weight.codes)
+    assert found.loss == expected.loss
+
+
 def test_inputs_are_left_as_they_were():
     weight, hessian = random_layer(3, 8, seed=6)
     before = weight.clone(), hessian.clone()

@@ -67,6 +67,17 @@ def test_the_search_takes_the_candidate_with_the_least_weighted_error():
     assert (found < losses(plain)).any()
 
 
+@pytest.mark.parametrize("kernel", [twin.sweep_block, cpu.sweep_block])
+def test_the_sweep_leaves_what_it_is_given_as_it_was(kernel):
+    weight, hessian = random_layer(3, 8, seed=4)
+    lower = factorize(hessian, damping=0.01, order="natural", group_width=8).lower
+    ones = torch.ones(1, 3, dtype=torch.float64)
+    given = (weight.T.contiguous(), lower, torch.zeros(8, 3, dtype=torch.float64), ones, 8 * ones)
+    before = [tensor.clone() for tensor in given]
+    kernel(*given, torch.zeros(8, dtype=torch.int64), 15)
+    assert all(torch.equal(*pair) for pair in zip(given, before, strict=True))
+
+
 @pytest.mark.parametrize("search", [twin.search_scales, cpu.search_scales])
 def test_of_candidates_that_are_alike_the_search_takes_the_first(search):
     weight, _ = random_layer(3, 8, seed=3)

@@ -34,8 +34,10 @@ def descend(
     grid, width = quantized.grid, quantized.grid.spec.width(weight.shape[1])
     columns = weight.T.contiguous()
     errors = columns - quantized.dequantize(weight.dtype).T
-    codes = quantized.codes.T.contiguous()
-    scales, zeros = grid.scales.T.contiguous(), grid.zeros.T.to(weight.dtype).contiguous()
+    # Clones: one row's or one group's transpose is contiguous as it is.
+    codes = quantized.codes.T.clone(memory_format=torch.contiguous_format)
+    scales = grid.scales.T.clone(memory_format=torch.contiguous_format)
+    zeros = grid.zeros.T.to(weight.dtype).contiguous()
     step = width * max(1, block_size // width)
     for start in range(0, len(columns), step):
         # H e for the block's columns; kept up to date as they change.
