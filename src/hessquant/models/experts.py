@@ -59,7 +59,7 @@ def in_order(reached: Sequence[str], added: Collection[str]) -> list[str]:
     ['a.0.q', 'a.0.e.0.up', 'a.0.e.0.down', 'a.0.e.1.up', 'a.0.e.1.down', 'a.0.o']
     """
     open_patterns = {pattern(name) for name in added}
-    places = {found: place for place, found in enumerate(dict.fromkeys(map(pattern, reached)))}
+    places = {each: place for place, each in enumerate(dict.fromkeys(map(pattern, reached)))}
     # Of one block: what differs in more than its number is not of one kind, but is reached in turns.
     clusters: dict[str, list[str]] = {}
     for name in [*reached, *added]:

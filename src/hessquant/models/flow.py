@@ -184,5 +184,5 @@ def _hides_what_comes(mask: Any) -> bool:
     if queries != keys or queries < 2:
         return False
     # A mask is true where a query sees a key, or is added to the scores; "never" is the dtype's least value, or -inf.
-    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    return not bool(seen.triu(1).any())
+    visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    return not bool(visible.triu(1).any())

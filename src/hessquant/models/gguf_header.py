@@ -55,7 +55,7 @@ class _Header:
         for name, end in ends:
             if start + end > len(self._content):
                 raise ValueError(f"tensor {name} ends at byte {start + end}, the file at {len(self._content)}")
-        blocks = len({found[1] for name, _ in ends if (found := _BLOCK.search(name))})
+        blocks = len({block[1] for name, _ in ends if (block := _BLOCK.search(name))})
         for name, count in numbers.items():
             if name.endswith(".block_count") and count > blocks:
                 raise ValueError(f"its {name} is {count}, but it holds tensors of {blocks} blocks")

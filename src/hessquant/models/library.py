@@ -113,9 +113,9 @@ def _named_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """The class that `architectures` names; None if it names none that transformers has for such a config."""
     match getattr(config, "architectures", None):
         case [str(name), *_]:
-            found = getattr(transformers, name, None)
-            if isinstance(found, type) and issubclass(found, PreTrainedModel):
-                return found if isinstance(config, found.config_class or ()) else None
+            named = getattr(transformers, name, None)
+            if isinstance(named, type) and issubclass(named, PreTrainedModel):
+                return named if isinstance(config, named.config_class or ()) else None
     return None
 
 

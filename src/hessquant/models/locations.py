@@ -118,15 +118,15 @@ class _Locating:
                 yield from _as_stored(tensors[0], parameter, stack)
             else:
                 converted[parameter] = stack
-        seen = set[str]()
+        reverted_before = set[str]()
         for batch in self._batches(converted):
             rows = _RowNumbers(batch)
             reverted = self._reverted(rows.numbered())
-            if not seen.isdisjoint(reverted):  # a tensor made of what is in several batches
+            if not reverted_before.isdisjoint(reverted):  # a tensor made of what is in several batches
                 rows = _RowNumbers(converted)
                 yield from self._located(rows, self._reverted(rows.numbered()))
                 return
-            seen |= reverted.keys()
+            reverted_before |= reverted.keys()
             yield from self._located(rows, reverted)
 
     def _batches(self, stacks: Mapping[str, Stack]) -> list[dict[str, Stack]]:

@@ -3,11 +3,10 @@
 from collections.abc import Collection
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
-
-from hessquant.models.structure import names_of_parameters
 
 
 class Naming:
@@ -31,7 +30,7 @@ class Naming:
         self.conversions: list[Any] = get_model_conversion_mapping(model)
         self.renamings = [entry for entry in self.conversions if isinstance(entry, WeightRenaming)]
         self.converters = [entry for entry in self.conversions if isinstance(entry, WeightConverter)]
-        self.names = names_of_parameters(model)
+        self.names = _names_of_parameters(model)
         self.keys = self._keys(model.state_dict(), model.base_model_prefix)
 
     def _keys(self, state: dict[str, Any], prefix: str) -> dict[str, list[str]]:
@@ -54,3 +53,11 @@ class Naming:
         if not self.keys:
             return [parameter]
         return next((self.keys[name] for name in self.names[parameter] if name in self.keys), [])
+
+
+def _names_of_parameters(model: nn.Module) -> dict[str, list[str]]:
+    """Every name that a parameter goes by, under each of them; one that is tied, or whose module is, has several."""
+    together: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        together.setdefault(id(parameter), []).append(name)
+    return {name: names for names in together.values() for name in names}

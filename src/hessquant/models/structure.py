@@ -1,4 +1,4 @@
-"""What can be read off a model without running it: its blocks, its parameters' names, and what it takes."""
+"""What can be read off a model without running it: its blocks, and what it takes."""
 
 import inspect
 import re
@@ -25,9 +25,9 @@ def find_blocks(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     candidates = dict(_outermost_lists(model, ""))
     blocks = {name: modules for name, modules in candidates.items() if _holds_blocks(modules)}
     if not blocks:
-        found = ", ".join(f"{name} ({len(modules)})" for name, modules in candidates.items()) or "no list of modules"
+        listed = ", ".join(f"{name} ({len(modules)})" for name, modules in candidates.items()) or "no list of modules"
         raise PlanError(
-            f"{type(model).__name__}: no list of blocks; its module lists: {found}. "
+            f"{type(model).__name__}: no list of blocks; its module lists: {listed}. "
             "A model must keep its blocks in a torch.nn.ModuleList"
         )
     names = sorted(blocks, key=lambda key: (_size(blocks[key]), len(blocks[key])), reverse=True)
@@ -62,14 +62,6 @@ def block_of(name: str) -> str:
     """
     start = _TO_THE_FIRST_NUMBER.match(name)
     return "" if start is None else start[0]
-
-
-def names_of_parameters(model: nn.Module) -> dict[str, list[str]]:
-    """Every name that a parameter goes by, under each of them; one that is tied, or whose module is, has several."""
-    together: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        together.setdefault(id(parameter), []).append(name)
-    return {name: names for names in together.values() for name in names}
 
 
 def unknown_inputs(model: nn.Module, names: Iterable[str]) -> list[str]:

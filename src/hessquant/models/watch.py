@@ -14,24 +14,26 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-# Positions of the two factors of a matrix product. `linear` alone multiplies by the transpose.
-_PRODUCTS: dict[Any, tuple[int, int]] = {
-    torch.nn.functional.linear: (0, 1),
-    torch.matmul: (0, 1),
-    torch.mm: (0, 1),
-    torch.bmm: (0, 1),
-    torch.mv: (0, 1),
-    torch.Tensor.matmul: (0, 1),
-    torch.Tensor.mm: (0, 1),
-    torch.Tensor.bmm: (0, 1),
-    torch.Tensor.mv: (0, 1),
-    torch.Tensor.__matmul__: (0, 1),
-    torch.Tensor.__rmatmul__: (1, 0),
-    torch.addmm: (1, 2),
-    torch.baddbmm: (1, 2),
-    torch.Tensor.addmm: (1, 2),
-    torch.Tensor.baddbmm: (1, 2),
+_Place = tuple[int, str]
+"""Where an argument is: its position, and its name."""
+
+_FACTORS: dict[Any, tuple[_Place, _Place]] = {
+    torch.nn.functional.linear: ((0, "input"), (1, "weight")),  # which alone multiplies by the transpose
+    torch.Tensor.__matmul__: ((0, "self"), (1, "other")),
+    torch.Tensor.__rmatmul__: ((1, "other"), (0, "self")),
+} | {
+    getattr(owner, name): factors
+    for owner in (torch, torch.Tensor)
+    for name, factors in {
+        "matmul": ((0, "input"), (1, "other")),
+        "mm": ((0, "input"), (1, "mat2")),
+        "bmm": ((0, "input"), (1, "mat2")),
+        "mv": ((0, "input"), (1, "vec")),
+        "addmm": ((1, "mat1"), (2, "mat2")),
+        "baddbmm": ((1, "batch1"), (2, "batch2")),
+    }.items()
 }
+"""Where matrix products have their two factors; a method's own tensor always comes by position."""
 
 # What most arguments are that hold no tensor.
 _SCALARS = (int, float, str, slice, torch.dtype, torch.device)
@@ -111,22 +113,19 @@ class Watch(Looking):
 
     def look(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Look at the factors of a matrix product."""
-        positions = _PRODUCTS.get(func)
-        if positions is not None:
+        places = _FACTORS.get(func)
+        if places is not None:
             # Asked for in the sight of other modes, each shape and stride would be a call of theirs.
             with torch._C.DisableTorchFunction():
-                product = self._product(func, positions, args, kwargs)
+                left, right = (args[at] if at < len(args) else kwargs.get(name) for at, name in places)
+                product = self._product(left, right, linear=func is torch.nn.functional.linear)
             if product is not None:
                 self._observer(product)
 
-    def _product(
-        self, func: Callable[..., Any], positions: tuple[int, int], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Product | None:
-        left, right = (_argument(func, position, args, kwargs) for position in positions)
+    def _product(self, left: Any, right: Any, *, linear: bool) -> Product | None:
+        """The product left @ right, or left @ right.T if it is linear's; None if neither is a watched parameter."""
         if not isinstance(left, Tensor) or not isinstance(right, Tensor):
             return None
-        # y = left @ right; linear's second argument enters transposed.
-        linear = func is torch.nn.functional.linear
         for factor, other, on_the_right in ((right, left, True), (left, right, False)):
             known = self._parameter_of(unwrapped(factor))
             if known is None or known[1].ndim < 2:
@@ -194,13 +193,13 @@ def _product_of(
 
 def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any] = _NO_KWARGS) -> list[Tensor]:
     """The tensors among arguments, and inside their lists, tuples and mappings."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif value is not None and not isinstance(value, _SCALARS):
-            found += (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-    return found
+            tensors += (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    return tensors
 
 
 def is_wrapped(tensor: Tensor) -> bool:
@@ -225,25 +224,6 @@ def storage_key(tensor: Tensor) -> int:
 
 _NO_STORAGE = 0
 """Of a sparse tensor, whose values are in several."""
-
-
-_NAMES = {
-    torch.nn.functional.linear: ("input", "weight"),
-    torch.addmm: ("input", "mat1", "mat2"),
-    torch.baddbmm: ("input", "batch1", "batch2"),
-    torch.Tensor.addmm: ("self", "mat1", "mat2"),
-    torch.Tensor.baddbmm: ("self", "batch1", "batch2"),
-    torch.matmul: ("input", "other"),
-    torch.Tensor.matmul: ("self", "other"),
-    torch.mv: ("input", "vec"),
-    torch.Tensor.mv: ("self", "vec"),
-}
-
-
-def _argument(func: Callable[..., Any], position: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    if position < len(args):
-        return args[position]
-    return kwargs.get(_NAMES.get(func, ("input", "mat2"))[position])
 
 
 def _is_swapped(factor: Tensor, parameter: Tensor) -> bool:

@@ -103,12 +103,12 @@ class _Building(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def made_of(self, parameters: set[int]) -> frozenset[Kind]:
         """What the tensors without values were made of that are still in use and share no storage with parameters."""
-        found = frozenset[Kind]()
+        unclaimed = frozenset[Kind]()
         for key, (storage, kinds) in self._kinds.items():
             in_use = not storage.expired()  # type: ignore[no-untyped-call]
             if in_use and key not in parameters:
-                found |= kinds
-        return found
+                unclaimed |= kinds
+        return unclaimed
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -147,8 +147,8 @@ class _Building(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note([result, *changed], kinds if changed else kinds | {_kind(func, result)})
         return result
 
-    def _note(self, made: Any, kinds: frozenset[Kind]) -> None:
-        for tensor in _tensors(made):
+    def _note(self, results: Any, kinds: frozenset[Kind]) -> None:
+        for tensor in _tensors(results):
             storage, known = self._kinds.get(storage_key(tensor), (None, frozenset()))
             storage = storage or StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
             self._kinds[storage_key(tensor)] = storage, known | kinds
