@@ -102,9 +102,9 @@ class Halving:
 def run(run_segment, block, states, **settings):
     block.requires_grad_(False)
     solver = Halving(dict(block.named_parameters()))
-    collector = Collector((expert_stop(), LAST), **settings)
+    collector = Collector((expert_stop(), LAST), solver.parameters, **settings)
     with collector.noting_calls(block, ""):
-        run_segment(segments.Block(0, "", block, (), ()), states, collector, solver.parameters, solver)
+        run_segment(segments.Block(0, "", block, (), ()), states, collector, solver)
     return solver
 
 
@@ -202,7 +202,7 @@ def test_an_expert_that_no_token_reaches_has_no_statistics(run_segment):
 def test_where_all_experts_are_multiplied_at_once_rows_of_zeros_are_no_tokens():
     stack = torch.randn(2, 8, 4)
     groups = tuple(InputGroup((f"w.{e}",), (("w", e),)) for e in range(2))
-    collector = Collector((Stop(groups, module="experts"),))
+    collector = Collector((Stop(groups, module="experts"),), {})
     inputs = torch.ones(2, 5, 8)
     inputs[0, 2:] = 0
     product = Product("w", inputs, inputs, 4, 8, True, len(stack), None)

@@ -87,7 +87,7 @@ class Halving:
 def collect(run, model, windows, weighted=True):
     states = states_of(model, windows)
     solver = Halving(dict(model.named_parameters()))
-    run(segment(model.get_submodule(BLOCK)), states, Collector(stops(weighted=weighted)), solver.parameters, solver)
+    run(segment(model.get_submodule(BLOCK)), states, Collector(stops(weighted=weighted), solver.parameters), solver)
     return solver, states
 
 
@@ -195,11 +195,11 @@ def test_each_window_runs_once_and_the_count_says_so():
     block.register_forward_pre_hook(lambda _, args: calls.append(args[0].shape[0]))
     states = states_of(model, some_windows())
     solver = Halving(dict(model.named_parameters()))
-    forwards = run_once(segment(block), states, Collector(stops()), solver.parameters, solver)
+    forwards = run_once(segment(block), states, Collector(stops(), solver.parameters), solver)
     assert sum(calls) == 6 * forwards == 6
     calls.clear()
     forwards = run_in_passes(
-        segment(block), states_of(model, some_windows()), Collector(stops()), solver.parameters, solver
+        segment(block), states_of(model, some_windows()), Collector(stops(), solver.parameters), solver
     )
     assert sum(calls) == 6 * forwards == 30
 
@@ -212,7 +212,7 @@ def test_windows_of_any_length_are_never_padded_and_every_token_counts_once():
         model = llama()
         states = states_of(model, windows, tokens_per_batch)
         solver = Halving(dict(model.named_parameters()))
-        run_once(segment(model.get_submodule(BLOCK)), states, Collector(stops()), solver.parameters, solver)
+        run_once(segment(model.get_submodule(BLOCK)), states, Collector(stops(), solver.parameters), solver)
         together[tokens_per_batch] = solver
     for solver in together.values():
         assert set(solver.tokens.values()) == {5 + 17 + 33 + 64 + 17 + 5}
@@ -238,7 +238,7 @@ def test_one_bad_window_is_named_with_its_layer_and_channel(run, bad):
     state.hidden[state.windows.index(7), 5, 3] = bad
     solver = Halving(dict(model.named_parameters()))
     with pytest.raises(NonFiniteError, match=r"q_proj\.weight: the input is nan in calibration window 7, token 5") as e:
-        run(segment(model.get_submodule(BLOCK)), states, Collector(stops()), solver.parameters, solver)
+        run(segment(model.get_submodule(BLOCK)), states, Collector(stops(), solver.parameters), solver)
     assert "channel" in str(e.value)
     assert "damping does not help" in str(e.value)
     assert not solver.hessians
@@ -274,7 +274,7 @@ def test_a_batch_that_skips_a_weight_does_not_hold_up_the_others(run):
     block.first.weight.zero_()
     stops = tuple(stop_at(f"{name}.weight") for name in ("first", "rare", "last"))
     solver = Halving(dict(block.named_parameters()))
-    run(segment(block), routed_states([1, -1, 2]), Collector(stops), solver.parameters, solver)
+    run(segment(block), routed_states([1, -1, 2]), Collector(stops, solver.parameters), solver)
     assert solver.tokens == {"first.weight": 9, "rare.weight": 6, "last.weight": 9}
 
 
@@ -285,7 +285,7 @@ def test_a_weight_that_no_batch_reaches_is_an_error_that_names_it(run):
     stops = tuple(stop_at(f"{name}.weight") for name in ("first", "rare", "last"))
     solver = Halving(dict(block.named_parameters()))
     with pytest.raises(CaptureError, match=r"rare\.weight"):
-        run(segment(block), routed_states([-1, -2]), Collector(stops), solver.parameters, solver)
+        run(segment(block), routed_states([-1, -2]), Collector(stops, solver.parameters), solver)
 
 
 @RUNS
@@ -297,8 +297,7 @@ def test_weights_planned_to_share_inputs_that_do_not_are_an_error(run):
         run(
             segment(model.get_submodule(BLOCK)),
             states_of(model, some_windows()),
-            Collector(wrong),
-            solver.parameters,
+            Collector(wrong, solver.parameters),
             solver,
         )
 
@@ -313,8 +312,7 @@ def test_an_error_in_the_solver_ends_every_batch_and_leaves_torch_usable():
         run_once(
             segment(model.get_submodule(BLOCK)),
             states_of(model, some_windows()),
-            Collector(stops()),
-            dict(model.named_parameters()),
+            Collector(stops(), dict(model.named_parameters())),
             fail,
         )
     assert torch.overrides._get_current_function_mode_stack() == []
@@ -343,7 +341,7 @@ def test_a_finished_block_keeps_no_activations_alive():
         module = model.get_submodule(f"{BLOCK}.mlp.down_proj")
         module.register_forward_pre_hook(lambda _, args: alive.append(weakref.ref(args[0])))
         solver = Halving(dict(model.named_parameters()))
-        run_once(segment(model.get_submodule(BLOCK)), states, Collector(stops()), solver.parameters, solver)
+        run_once(segment(model.get_submodule(BLOCK)), states, Collector(stops(), solver.parameters), solver)
         assert len(alive) == len(states)
         assert [reference() for reference in alive] == [None] * len(alive)
     finally:
@@ -367,7 +365,7 @@ def test_a_model_that_changes_the_hidden_state_between_blocks_is_refused():
 
 
 def test_sixteen_bit_inputs_are_summed_in_float32():
-    collector = Collector((stop_at("w"),))
+    collector = Collector((stop_at("w"),), {})
     batch = BatchState(Batch({}, (0,)), torch.zeros(1, 3, 4), ())
     inputs = torch.ones(1, 3, 4, dtype=torch.bfloat16)
     collector.add(Product("w", inputs, inputs, 4, 4, False, 1, 0), batch)
@@ -395,7 +393,7 @@ def test_a_block_that_changes_the_shape_of_the_hidden_state_is_refused(run):
     block = Widening().requires_grad_(False)
     solver = Halving(dict(block.named_parameters()))
     with pytest.raises(CaptureError, match=r"turns a hidden state \[1, 3, 4\] into \[1, 3, 8\]"):
-        run(segment(block), routed_states([1]), Collector((stop_at("up.weight"),)), solver.parameters, solver)
+        run(segment(block), routed_states([1]), Collector((stop_at("up.weight"),), solver.parameters), solver)
 
 
 @RUNS
@@ -411,5 +409,5 @@ def test_a_weight_that_tokens_may_be_routed_past_is_solved_without_statistics(ru
         solver(stop, statistics)
 
     stops = stop_at("first.weight"), rare, stop_at("last.weight")
-    run(segment(block), routed_states([-1, -2]), Collector(stops), solver.parameters, solve)
+    run(segment(block), routed_states([-1, -2]), Collector(stops, solver.parameters), solve)
     assert asked == {"first.weight": {"first.weight"}, "rare.weight": set(), "last.weight": {"last.weight"}}

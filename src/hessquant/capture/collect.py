@@ -22,19 +22,23 @@ QuantizeStop = Callable[[Stop, Mapping[str, HessianStatistics]], None]
 
 
 class Collector:
-    """Statistics of the stops of one block, from the batches that have reached them.
+    """Statistics of the stops of one segment, from the batches that have reached them.
 
     Attributes:
-        stops: All stops of the block, in the order that the forward pass reaches them.
+        stops: All stops of the segment, in the order that the forward pass reaches them.
         quantized: Leaders of those that are quantized.
 
     Args:
         stops: The stops.
+        parameters: The segment's parameters by name; what is multiplied with them is seen.
         every_expert: Whether experts see every token while inputs are collected, and not only those routed to them.
     """
 
-    def __init__(self, stops: tuple[Stop, ...], *, every_expert: bool = False) -> None:
+    def __init__(
+        self, stops: tuple[Stop, ...], parameters: Mapping[str, Tensor], *, every_expert: bool = False
+    ) -> None:
         self.stops = stops
+        self._parameters = parameters
         self.quantized: set[str] = set()
         self._every_expert = every_expert
         self._stop_of: dict[str, Stop] = {}
@@ -47,6 +51,10 @@ class Collector:
         self._statistics: dict[str, HessianStatistics] = {}
         self._module_calls: dict[tuple[object, str], tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self._modules: dict[str, nn.Module] = {}
+
+    def watch(self, observer: Callable[[Product], None]) -> Watch:
+        """Shows every product with one of the segment's parameters, while it is entered."""
+        return Watch(self._parameters, observer)
 
     def stop_at(self, product: Product) -> Stop | None:
         """The stop that a product belongs to, quantized or not.
@@ -83,7 +91,7 @@ class Collector:
                 hook.remove()
             self._module_calls.clear()
 
-    def collect(self, stop: Stop, product: Product, batch: Tokens, parameters: Mapping[str, Tensor]) -> None:
+    def collect(self, stop: Stop, product: Product, batch: Tokens) -> None:
         """Add the inputs of one batch at a stop that it has just reached.
 
         Raises:
@@ -101,7 +109,7 @@ class Collector:
                 self.add(other, batch)
 
         # Run once to collect for all its experts; what it returns is of no use, its weights are about to change.
-        with torch.no_grad(), Watch(parameters, observe):
+        with torch.no_grad(), self.watch(observe):
             self._modules[stop.module].forward(*args, **kwargs)
 
     def add(self, product: Product, batch: Tokens) -> None:
@@ -145,27 +153,19 @@ class _Reached(Exception):
     """The stop has been reached; the rest is not needed."""
 
 
-def collect_until(
-    stop: Stop, collector: Collector, batch: Tokens, parameters: Mapping[str, Tensor], run: Callable[[], object]
-) -> None:
+def collect_until(stop: Stop, collector: Collector, batch: Tokens, run: Callable[[], object]) -> None:
     """Run as far as a stop, and add the inputs of one batch there."""
 
     def observe(product: Product) -> None:
         if collector.stop_at(product) is stop:
-            collector.collect(stop, product, batch, parameters)
+            collector.collect(stop, product, batch)
             raise _Reached
 
-    with suppress(_Reached), torch.no_grad(), Watch(parameters, observe):
+    with suppress(_Reached), torch.no_grad(), collector.watch(observe):
         run()
 
 
-def quantize_looped(
-    segment: Segment[B],
-    batches: Sequence[B],
-    collector: Collector,
-    parameters: Mapping[str, Tensor],
-    quantize: QuantizeStop,
-) -> int:
+def quantize_looped(segment: Segment[B], batches: Sequence[B], collector: Collector, quantize: QuantizeStop) -> int:
     """Quantize the matrices that a forward pass comes back to, from the inputs of all their calls.
 
     No pass may wait at such a matrix, so one pass collects, before any weight of the segment is changed.
@@ -181,7 +181,7 @@ def quantize_looped(
             if stop is not None and stop.is_looped:
                 collector.add(product, batch)
 
-        with torch.no_grad(), Watch(parameters, observe):
+        with torch.no_grad(), collector.watch(observe):
             segment.run(batch)
     for stop in looped:
         quantize(stop, collector.take(stop))

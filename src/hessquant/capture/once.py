@@ -9,17 +9,16 @@ The coroutines are greenlets, since the model is not ours to make async: one ope
 and one malloc arena (`docs/decisions/0003-greenlets.md`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Generic
 
 import torch
 from greenlet import getcurrent, greenlet
-from torch import Tensor
 
 from hessquant.capture.collect import Collector, QuantizeStop, SameInputs, quantize_looped
 from hessquant.capture.segments import B, Segment
 from hessquant.capture.stops import Stop
-from hessquant.models.watch import Product, Watch
+from hessquant.models.watch import Product
 
 
 class _Walker(Generic[B]):
@@ -29,9 +28,8 @@ class _Walker(Generic[B]):
     modes, so a suspended walker leaves that stack as it found it.
     """
 
-    def __init__(self, segment: Segment[B], batch: B, parameters: Mapping[str, Tensor], collector: Collector) -> None:
-        self._segment, self._batch = segment, batch
-        self._parameters, self._collector = parameters, collector
+    def __init__(self, segment: Segment[B], batch: B, collector: Collector) -> None:
+        self._segment, self._batch, self._collector = segment, batch, collector
         self._same_inputs = SameInputs()
         self._caller = getcurrent()
         self._coroutine = greenlet(self._run)
@@ -47,7 +45,7 @@ class _Walker(Generic[B]):
         self._coroutine.throw()
 
     def _run(self) -> None:
-        with Watch(self._parameters, self._observe):
+        with self._collector.watch(self._observe):
             self._segment.advance(self._batch)
 
     def _observe(self, product: Product) -> None:
@@ -57,26 +55,19 @@ class _Walker(Generic[B]):
         self._same_inputs.check(stop, product)
         if stop.leader in self._collector.quantized:
             return
-        self._collector.collect(stop, product, self._batch, self._parameters)
+        self._collector.collect(stop, product, self._batch)
         self.waits_at = stop
         self._caller.switch()
 
 
 @torch.no_grad()
-def run_once(
-    segment: Segment[B],
-    batches: Sequence[B],
-    collector: Collector,
-    parameters: Mapping[str, Tensor],
-    quantize: QuantizeStop,
-) -> int:
+def run_once(segment: Segment[B], batches: Sequence[B], collector: Collector, quantize: QuantizeStop) -> int:
     """Take all batches through a segment, quantizing its weights on the way.
 
     Args:
         segment: The segment; its parameters are changed in place by `quantize`.
         batches: Each is made ready for the next segment.
         collector: Has the segment's stops, in the order that the forward pass reaches them.
-        parameters: The segment's parameters by name.
         quantize: Quantizes a stop's members in place.
 
     Returns:
@@ -86,8 +77,8 @@ def run_once(
         CaptureError: If a stop is never reached, or its members do not share inputs.
         NonFiniteError: If an input is NaN or Inf.
     """
-    passes = quantize_looped(segment, batches, collector, parameters, quantize)
-    walkers = [_Walker(segment, batch, parameters, collector) for batch in batches]
+    passes = quantize_looped(segment, batches, collector, quantize)
+    walkers = [_Walker(segment, batch, collector) for batch in batches]
     try:
         # A batch may skip a stop, but none comes back to an earlier one: once every batch waits or has ended, the
         # earliest stop waited at is complete.

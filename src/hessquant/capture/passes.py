@@ -3,24 +3,17 @@
 Slower than `once`, but nothing is held between the weights of a segment. Gives the same codes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from hessquant.capture.collect import Collector, QuantizeStop, SameInputs, collect_until, quantize_looped
 from hessquant.capture.segments import B, Segment
-from hessquant.models.watch import Product, Watch
+from hessquant.models.watch import Product
 
 
-def run_in_passes(
-    segment: Segment[B],
-    batches: Sequence[B],
-    collector: Collector,
-    parameters: Mapping[str, Tensor],
-    quantize: QuantizeStop,
-) -> int:
+def run_in_passes(segment: Segment[B], batches: Sequence[B], collector: Collector, quantize: QuantizeStop) -> int:
     """Take all batches through a segment: one early-stopping pass per stop, and a last one for its outputs.
 
     Arguments and errors are those of `once.run_once`.
@@ -28,12 +21,12 @@ def run_in_passes(
     Returns:
         Forward passes begun per window: the number of stops, and one if the segment has outputs.
     """
-    passes = quantize_looped(segment, batches, collector, parameters, quantize)
+    passes = quantize_looped(segment, batches, collector, quantize)
     for stop in collector.stops:
         if stop.is_looped:
             continue
         for batch in batches:
-            collect_until(stop, collector, batch, parameters, partial(segment.run, batch))
+            collect_until(stop, collector, batch, partial(segment.run, batch))
         quantize(stop, collector.take(stop))
         passes += 1
     if not segment.has_outputs:
@@ -46,6 +39,6 @@ def run_in_passes(
             if stop is not None:
                 same_inputs.check(stop, product)
 
-        with torch.no_grad(), Watch(parameters, check):
+        with torch.no_grad(), collector.watch(check):
             segment.advance(batch)
     return passes + 1

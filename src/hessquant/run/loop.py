@@ -122,15 +122,13 @@ class _Run:
     def quantize(self, segment: Segment[Any], batches: Sequence[Any]) -> FinishedBlock:
         """Take all batches through a segment, quantizing its weights on the way, and keep those."""
         stops = stops_of(segment.targets, weighted=self.config.token_weights == "attention")
-        collector = Collector(stops, every_expert=self.config.experts == "all")
         # Where no outputs are needed, a pass that ends at the last stop leaves nothing suspended.
         run = run_once if self.capture == "once" and segment.has_outputs else run_in_passes
-        with (
-            self.streamed.in_memory(segment.keys) as parameters,
-            collector.noting_calls(segment.module, segment.name),
-        ):
+        with self.streamed.in_memory(segment.keys) as parameters:
+            collector = Collector(stops, parameters, every_expert=self.config.experts == "all")
             solver = TargetSolver(segment.targets, parameters, self.config, self.announce)
-            forwards = run(segment, batches, collector, parameters, solver.quantize)
+            with collector.noting_calls(segment.module, segment.name):
+                forwards = run(segment, batches, collector, solver.quantize)
         block = FinishedBlock(tuple(solver.records), forwards)
         self.store.write(segment.index, solver.quantized, block)
         return block
