@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import hessquant.pipeline.quantizing  # now, and not when `quantize` is first named: imports belong to the baseline
 from hessquant.place import HOST
 from hessquant.planning.size import TOKENS_PER_BATCH, suspended_bytes, work
+from hessquant.records import Plan
 from hessquant.report.json_report import REPORT_NAME, from_json
 from hessquant.results import LayerRecord, RunReport
 
@@ -205,6 +206,8 @@ class _Events:
         self._stream = path.open("w")
         self._stage = STAGES[0]
         self._note(None)
+
+    def plan(self, plan: Plan) -> None: ...
 
     def stage(self, name: str, steps: int) -> None:
         self._stage = name

@@ -248,7 +248,10 @@ def test_whatever_fails_after_writing_the_checkpoint_is_withdrawn(step, raised, 
 def test_the_plan_is_shown_before_work_and_every_weight_is_told(llama, tmp_path):
     class Watcher:
         def __init__(self):
-            self.stages, self.layers = [], []
+            self.plans, self.stages, self.layers = [], [], []
+
+        def plan(self, plan):
+            self.plans.append((plan, (tmp_path / "out").exists()))
 
         def stage(self, name, steps):
             self.stages.append((name, steps))
@@ -258,16 +261,15 @@ def test_the_plan_is_shown_before_work_and_every_weight_is_told(llama, tmp_path)
         def layer(self, record):
             self.layers.append(record.name)
 
-    watcher, plans = Watcher(), []
+    watcher = Watcher()
     report = hessquant.quantize(
         llama,
         tmp_path / "out",
         hessquant.Config(group_size=32),
         calibration=[tokens()],
         progress=watcher,
-        on_plan=lambda plan: plans.append((plan, (tmp_path / "out").exists())),
     )
-    assert plans == [(report.plan, False)]
+    assert watcher.plans == [(report.plan, False)]
     assert watcher.layers == [target.name for target in report.plan.targets]
     assert ("quantize", 14) in watcher.stages
     assert report.plan == hessquant.make_plan(llama, hessquant.Config(group_size=32))

@@ -89,6 +89,8 @@ def test_a_scale_beyond_float16_is_refused_before_calibration(source, tmp_path):
     class Stages:
         told = ()
 
+        def plan(self, plan): ...
+
         def stage(self, name, steps):
             self.told += (name,)
 

@@ -25,7 +25,7 @@ from hessquant.interrupts import INTERRUPTED, Interrupted, Interrupts
 from hessquant.options import OnceEach, config_of, options_of, signature_of
 from hessquant.records import Plan
 from hessquant.report.json_report import error_json, to_json
-from hessquant.report.progress import make_progress
+from hessquant.report.progress import BarProgress, LineProgress, make_progress
 from hessquant.report.terminal import render_evaluation, render_export, render_inspection, render_plan, render_run
 from hessquant.results import Evaluation, ExportReport, Inspection, RunReport
 from hessquant.run.files import count_finished
@@ -160,8 +160,7 @@ def quantize(
     """Quantize MODEL and write the checkpoint and its report to OUT."""
     kept = run_dir or out.with_name(f"{out.name}.run")
     _interrupts().describe = lambda: _how_to_go_on(kept, out)
-    with _work() as tables, make_progress(Console(stderr=True)) as progress:
-        show = functools.partial(_show_plan, config=config, tables=tables)
+    with _work() as tables, _shown_on(tables, config) as progress:
         report = hessquant.pipeline.quantize(
             model,
             out,
@@ -170,7 +169,6 @@ def quantize(
             run_dir=kept,
             keep_run=keep_run,
             progress=progress,
-            on_plan=show,
         )
     _show(report, render_run(report, out))
     if strict and report.degraded:
@@ -186,9 +184,8 @@ def export(
     config: Config,
 ) -> int:
     """Write a quantized checkpoint in another format, without quantizing again."""
-    with _work() as tables, make_progress(Console(stderr=True)) as progress:
-        show = functools.partial(_show_plan, config=config, tables=tables)
-        report = hessquant.pipeline.export(checkpoint, out, config, progress=progress, on_plan=show)
+    with _work() as tables, _shown_on(tables, config) as progress:
+        report = hessquant.pipeline.export(checkpoint, out, config, progress=progress)
     _show(report, render_export(report, out))
     return _DONE
 
@@ -262,9 +259,14 @@ def _show(record: Plan | RunReport | ExportReport | Evaluation | Inspection, tab
         typer.echo(told)
 
 
-def _show_plan(planned: Plan, config: Config, tables: Console) -> None:
-    tables.print(render_plan(planned))
-    _say_unknown(planned, config)
+def _shown_on(tables: Console, config: Config) -> BarProgress | LineProgress:
+    """The progress of a run that has a plan, which is shown as a table."""
+
+    def show(planned: Plan) -> None:
+        tables.print(render_plan(planned))
+        _say_unknown(planned, config)
+
+    return make_progress(Console(stderr=True), show)
 
 
 def _say_unknown(planned: Plan, config: Config) -> None:

@@ -10,6 +10,9 @@ from hessquant.records import GridSpec, Plan, TensorInfo
 class Progress(Protocol):
     """What a run tells its caller while it works; the command line draws it."""
 
+    def plan(self, plan: Plan) -> None:
+        """What will be done, before any of it is."""
+
     def stage(self, name: str, steps: int) -> None:
         """A new stage of `steps` steps begins, e.g. ("quantize", 210)."""
 
@@ -21,6 +24,8 @@ class Progress(Protocol):
 
 
 class _Silent:
+    def plan(self, plan: Plan) -> None: ...
+
     def stage(self, name: str, steps: int) -> None: ...
 
     def advance(self, detail: str) -> None: ...

@@ -36,15 +36,14 @@ class FakePipeline(ModuleType):
         run_dir=None,
         keep_run=False,
         progress=None,
-        on_plan=None,
     ):
-        on_plan(self.plan)
+        progress.plan(self.plan)
         progress.stage("quantize", len(self.run_report.layers))
         self._ask(model=model, out=out, config=config, calibration=calibration, run_dir=run_dir, keep_run=keep_run)
         return self.run_report
 
-    def export(self, checkpoint, out, config, *, progress=None, on_plan=None):
-        on_plan(self.plan)
+    def export(self, checkpoint, out, config, *, progress=None):
+        progress.plan(self.plan)
         progress.stage("write", 1)
         self._ask(checkpoint=checkpoint, out=out, config=config)
         return self.export_report

@@ -1,7 +1,7 @@
 """Exporting: a finished checkpoint -> plan -> the same codes in another format."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -30,7 +30,6 @@ def export(
     config: Config,
     *,
     progress: Progress | None = None,
-    on_plan: Callable[[Plan], None] | None = None,
 ) -> ExportReport:
     """Write a quantized checkpoint in another format, without quantizing again.
 
@@ -38,8 +37,7 @@ def export(
         checkpoint: A directory in one of our dialects, whoever wrote it.
         out: Directory to write; absent, empty, or begun by the same export.
         config: Says the format, the size of output files, and which servers must open it; nothing else counts.
-        progress: Told of every stage.
-        on_plan: Called with the plan before any work.
+        progress: Told of the plan and of every stage.
 
     Returns:
         What was done. The report of the run that quantized, where there is one, is in `out` as well.
@@ -55,8 +53,7 @@ def export(
         source = ModelSource(str(checkpoint), checkpoint, config.trust_remote_code)
         plan = plan_export(source, unpacked.tensors, unpacked.packed, config)
         refuse_form(config.format, unpacked, plan)
-        if on_plan is not None:
-            on_plan(plan)
+        progress.plan(plan)
         # What is in the files, but for the values: all is written again anyway.
         held = [asdict(info) for info in reader.tensors.values()]
         run = digest(["export", __version__, config.format, config.shard_bytes, reader.config, held])

@@ -3,7 +3,7 @@
 import json
 import platform
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from hessquant.checkpoint.sidecars import refuse_sidecars
 from hessquant.config import Config
 from hessquant.files import held_bytes
 from hessquant.memory import map_large_blocks, peak_memory
+from hessquant.models.source import ModelSource
 from hessquant.models.stream import StreamedModel
 from hessquant.pipeline.planning import planned
 from hessquant.pipeline.publishing import REPORTS, digest, is_complete, report_in, write_verified
@@ -44,7 +45,6 @@ def quantize(
     run_dir: Path | str | None = None,
     keep_run: bool = False,
     progress: Progress | None = None,
-    on_plan: Callable[[Plan], None] | None = None,
 ) -> RunReport:
     """Quantize a model into a checkpoint directory.
 
@@ -61,8 +61,7 @@ def quantize(
             `labels`.
         run_dir: Directory for finished blocks; None = `out` with ".run" at the end.
         keep_run: Leave it there when the run has ended well.
-        progress: Told of every stage and every weight.
-        on_plan: Called with the plan before any work.
+        progress: Told of the plan, every stage and every weight.
 
     Returns:
         The report, which is also in `out` as hessquant-report.json and as a page, hessquant-report.html.
@@ -76,12 +75,8 @@ def quantize(
     map_large_blocks()
     with planned(model, config, calibration) as (source, reader, inputs, plan):
         config = replace(config, window_length=plan.window_length)  # so that the default is the same run as its value
-        if on_plan is not None:
-            on_plan(plan)
-        # Looked at before anything is made, and again when no other process can change it.
-        if not is_complete(out):
-            refuse_output(out, None, 0)
-        refuse_sidecars(source.directory, out, REPORTS)
+        progress.plan(plan)
+        _refuse_occupied(out, source)
         kept_in = Path(run_dir) if run_dir else out.with_name(f"{out.name}.run")
         with RunStore(kept_in, keep=keep_run) as store, holding(out):
             finished = report_in(out) if is_complete(out) else None
@@ -101,6 +96,13 @@ def quantize(
             report = _report(run, plan, config, inputs.record, outcome, written.verified, clocks)
             written.complete(report)
     return report
+
+
+def _refuse_occupied(out: Path, source: ModelSource) -> None:
+    """Looked at before anything is made, and again when no other process can change it."""
+    if not is_complete(out):
+        refuse_output(out, None, 0)
+    refuse_sidecars(source.directory, out, REPORTS)
 
 
 def _identity(plan: Plan, config: Config, calibrated: CalibrationRecord, source_digest: str) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """A run's progress on the terminal: a bar where someone watches, a line now and then where nobody does."""
 
 import time
+from collections.abc import Callable
 from statistics import fmean
 from typing import Any, Self
 
@@ -10,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 from rich.text import Text
 
+from hessquant.records import Plan
 from hessquant.report.units import format_bytes, format_ratio, format_seconds
 from hessquant.results import LayerRecord
 
@@ -19,9 +21,14 @@ _SPEED_PERIOD_SECONDS = 600.0
 _NAME_WIDTH = 26
 
 
-def make_progress(console: Console) -> "BarProgress | LineProgress":
-    """Choose the bar for a terminal, lines for a file or a pipe; enter the result to use it."""
-    return BarProgress(console) if console.is_terminal else LineProgress(console)
+def make_progress(console: Console, show: Callable[[Plan], None] | None = None) -> "BarProgress | LineProgress":
+    """Choose the bar for a terminal, lines for a file or a pipe; enter the result to use it.
+
+    Args:
+        console: Where they are drawn.
+        show: What is done with the plan.
+    """
+    return BarProgress(console, show) if console.is_terminal else LineProgress(console, show)
 
 
 def resident_bytes() -> int:
@@ -32,8 +39,8 @@ def resident_bytes() -> int:
 class _Stages:
     """What both have in common: a stage that is done becomes a line on `console`, one that failed does not."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, console: Console, show: Callable[[Plan], None] | None = None) -> None:
+        self._console, self._show = console, show
         self._name = ""
         self._started = 0.0
 
@@ -44,6 +51,11 @@ class _Stages:
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         """End the last stage."""
         self._end(done=kind is None)
+
+    def plan(self, plan: Plan) -> None:
+        """Show it as was asked for."""
+        if self._show is not None:
+            self._show(plan)
 
     def stage(self, name: str, steps: int) -> None:
         """End the stage before, and begin one of `steps` steps."""
@@ -62,8 +74,8 @@ class _Stages:
 class BarProgress(_Stages):
     """Implements `hessquant.results.Progress` by one live bar on `console`."""
 
-    def __init__(self, console: Console) -> None:
-        super().__init__(console)
+    def __init__(self, console: Console, show: Callable[[Plan], None] | None = None) -> None:
+        super().__init__(console, show)
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=8)),
