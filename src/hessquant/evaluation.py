@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hessquant.errors import ConfigError, NonFiniteError, NotEnoughTextError
+from hessquant.place import HOST
 from hessquant.records import TokenWindow
 from hessquant.results import SILENT, Progress
 
@@ -162,7 +163,7 @@ def _next_token_logits(model: nn.Module, ids: Tensor, place: str) -> Tensor:
     """Logits [tokens - 1, vocabulary] for every token of `ids` [tokens] but the first; float32, and finite."""
     device = next(model.parameters()).device
     logits: Tensor = model(input_ids=ids.to(device)[None], use_cache=False).logits[0, :-1]
-    if logits.dtype is not torch.float32:
+    if logits.dtype is not HOST.dtype:
         raise ConfigError(f"{place}: logits are {logits.dtype}; evaluation is in float32, load the model in that dtype")
     finite = torch.isfinite(logits).all(-1)
     if not bool(finite.all()):

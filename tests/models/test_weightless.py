@@ -22,8 +22,8 @@ def built(monkeypatch):
     """Builds a module in the place of a config's model."""
 
     def build(module):
-        monkeypatch.setattr(weightless, "from_config", lambda config, trust_remote_code: module())
-        return weightless.build_weightless(None)
+        monkeypatch.setattr(weightless, "from_config", lambda config, dtype, trust_remote_code: module())
+        return weightless.build_weightless(None, torch.float32)
 
     return build
 

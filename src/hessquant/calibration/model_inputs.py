@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hessquant.errors import CalibrationError
+from hessquant.place import HOST
 from hessquant.records import TokenWindow
 
 IDS = ("input_ids", "decoder_input_ids")
@@ -90,7 +91,7 @@ def model_inputs(values: Mapping[str, Any], place: str) -> ModelInputs:
 
 def _tensor(name: str, value: Any, place: str) -> Tensor:
     try:
-        tensor = value.detach().cpu() if isinstance(value, Tensor) else torch.tensor(np.asarray(value))
+        tensor = value.detach().to(HOST.device) if isinstance(value, Tensor) else torch.tensor(np.asarray(value))
     except (TypeError, ValueError, RuntimeError) as error:
         raise CalibrationError(
             f"{place}: {name} cannot be made a tensor ({error}); give a tensor, an array or a list of equal rows"

@@ -92,7 +92,7 @@ def _check_tensor(tensor: ReaderTensor, entry: Entry, model: QuantizedModel) -> 
             values = decoded(tensor)
         except CheckpointError as error:
             raise VerificationError(f"{name}: {error}") from error
-        same = torch.equal(_source_order(values, entry), model.weights[name].dequantize().cpu())
+        same = torch.equal(_source_order(values, entry), model.weights[name].dequantize())
     else:
         expected = model.source.read(name)
         if len(shape) == 1:

@@ -108,9 +108,7 @@ def _ordered(weight: QuantizedWeight, heads: int) -> QuantizedWeight:
     if not heads:
         return weight
     order, grid = row_order(len(weight.codes), heads), weight.grid
-    return QuantizedWeight(
-        weight.codes.cpu()[order], Grid(grid.spec, grid.scales.cpu()[order], grid.zeros.cpu()[order])
-    )
+    return QuantizedWeight(weight.codes[order], Grid(grid.spec, grid.scales[order], grid.zeros[order]))
 
 
 def _header(entries: list[Entry], model: QuantizedModel) -> bytes:

@@ -108,7 +108,7 @@ def size_of(dtype: str, shape: Iterable[int]) -> int:
 
 def raw_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a tensor, uint8 [count]."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _parsed(content: bytes, make_object: Callable[[list[tuple[str, Any]]], Any] = dict) -> Any:

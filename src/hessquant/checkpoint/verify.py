@@ -97,7 +97,7 @@ def _check_untouched(written: CheckpointReader, model: QuantizedModel) -> None:
 def _check_quantized(written: UnpackedCheckpoint, model: QuantizedModel) -> None:
     for target in model.plan.targets:
         module = module_of(target.name)
-        decoded, solved = written.decode(target.name), model.weights[target.name].dequantize().cpu()
+        decoded, solved = written.decode(target.name), model.weights[target.name].dequantize()
         if decoded.shape != solved.shape:
             raise VerificationError(f"{module} decodes to {list(decoded.shape)}, but {list(solved.shape)} was solved")
         if not torch.equal(decoded, solved):

@@ -53,9 +53,9 @@ def gptq_reference(
         NonFiniteError: If the Hessian is not finite.
     """
     work = weight.double()
-    codes = torch.empty(weight.shape, dtype=torch.uint8)
+    codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     inverse = _inverse(hessian, damping)
-    for column in torch.arange(weight.shape[1]) if order is None else order:
+    for column in range(weight.shape[1]) if order is None else order:
         q = int(column)
         rounded = encode(work, grid)
         errors = work - decode(rounded, grid, work.dtype)
@@ -103,7 +103,7 @@ def obq(
     [[5, 5]]
     """
     full_inverse = _inverse(hessian, damping)
-    codes = torch.empty(weight.shape, dtype=torch.uint8)
+    codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     steps = grid.scales.double().repeat_interleave(grid.spec.width(weight.shape[1]), 1)
     for row in range(len(weight)):
         work, inverse, free = weight[row].double(), full_inverse, list(range(weight.shape[1]))

@@ -40,7 +40,7 @@ def pack_lines(values: Tensor, bits: int) -> Tensor:
 
 def unpack_lines(words: Tensor, bits: int) -> Tensor:
     """Read int32 words [lines, count] as one little-endian stream per line; uint8 [lines, count * 32 / bits]."""
-    octets = np.ascontiguousarray(words.cpu().numpy(), dtype="<i4").view(np.uint8)
+    octets = np.ascontiguousarray(words.numpy(), dtype="<i4").view(np.uint8)
     lines, stream_bits = octets.shape[0], octets.shape[1] * 8
     values: npt.NDArray[np.uint8] = np.empty((lines, stream_bits // bits), dtype=np.uint8)
     # One byte per bit is eight times the packed size, so only some lines at a time.
@@ -61,7 +61,7 @@ def half_scales(scales: Tensor) -> Tensor:
     Raises:
         CheckpointError: If float16 does not hold them exactly.
     """
-    half = scales.cpu().to(torch.float16)
-    if not torch.equal(half.to(torch.float64), scales.cpu().to(torch.float64)):
+    half = scales.to(torch.float16)
+    if not torch.equal(half.to(torch.float64), scales.to(torch.float64)):
         raise CheckpointError(f"its scales, in {str(scales.dtype).removeprefix('torch.')}, are not exact in float16")
     return half

@@ -146,9 +146,9 @@ class Dialect(Output, Protocol):
         Raises:
             CheckpointError: If the shape, the bits, the scales or the zeros have no place in the variant.
         """
-        (rows, columns), grid, zeros = weight.codes.shape, weight.grid.spec, weight.grid.zeros.cpu()
+        (rows, columns), grid, zeros = weight.codes.shape, weight.grid.spec, weight.grid.zeros
         refuse(self.target_fault(rows, columns, grid))
-        made = {self.codes: pack_lines(weight.codes.cpu().T, grid.bits).T, self.scales: half_scales(weight.grid.scales)}
+        made = {self.codes: pack_lines(weight.codes.T, grid.bits).T, self.scales: half_scales(weight.grid.scales)}
         if self._has_zeros(grid):
             made[self.zeros] = pack_lines(self.stored_zeros(zeros, variant), grid.bits)
         elif bool((zeros != grid.middle).any()):

@@ -76,8 +76,8 @@ def pack(weight: QuantizedWeight) -> Tensor:
     refuse(target_fault(rows, columns, grid))
     kind, repeats = block_type(grid), grid.width(columns) // BLOCK
     scales = half_scales(weight.grid.scales).repeat_interleave(repeats, dim=1)
-    zeros = weight.grid.zeros.cpu().to(torch.int16).repeat_interleave(repeats, dim=1)
-    integers = weight.codes.cpu().reshape(rows, -1, BLOCK).to(torch.int16) - zeros.unsqueeze(-1)
+    zeros = weight.grid.zeros.to(torch.int16).repeat_interleave(repeats, dim=1)
+    integers = weight.codes.reshape(rows, -1, BLOCK).to(torch.int16) - zeros.unsqueeze(-1)
     half = 1 << (BLOCK_TYPES[kind] - 1)
     if bool(((integers < -half) | (integers >= half)).any()):
         raise CheckpointError(f"a code less its zero does not fit {kind.name}; choose symmetric, or fewer bits")

@@ -80,7 +80,7 @@ class Gptq(Dialect):
         codes, zeros, scales = self.streams(parts, grid, variant)
         groups, columns = scales.shape[1], codes.shape[1]
         if "g_idx" in parts:
-            group_index = parts["g_idx"].cpu().to(torch.int64)
+            group_index = parts["g_idx"].to(torch.int64)
         elif columns % groups:
             raise CheckpointError(f"g_idx is missing, and {groups} groups do not divide {columns} inputs")
         else:
@@ -95,7 +95,7 @@ class Gptq(Dialect):
         """Codes on a grid, which holds no permutation of the inputs."""
         weight = super().unpack(parts, grid, variant)
         if "g_idx" in parts:
-            group_index = parts["g_idx"].cpu().to(torch.int64)
+            group_index = parts["g_idx"].to(torch.int64)
             refuse(_index_fault(group_index, weight.grid.scales.shape[1]))
             if not torch.equal(group_index, _natural(len(group_index), grid)):
                 raise CheckpointError("g_idx permutes the inputs, which codes on a grid cannot hold")

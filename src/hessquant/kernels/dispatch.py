@@ -9,6 +9,7 @@ from hessquant.core.factor import factorize
 from hessquant.core.gptq import Kernels, Solution
 from hessquant.errors import GridError
 from hessquant.kernels import cpu, twin
+from hessquant.place import HOST
 from hessquant.records import GridSpec
 
 _TWIN = Kernels(twin.sweep_block, twin.search_scales)
@@ -20,7 +21,7 @@ _FUSED_FROM = 1 << 14
 
 def kernels_for(device: torch.device, weights: int) -> Kernels:
     """Fused kernels for large weights on the CPU; the plain torch ones for small weights and other devices."""
-    return _CPU if device.type == "cpu" and weights >= _FUSED_FROM else _TWIN
+    return _CPU if device.type == HOST.device.type and weights >= _FUSED_FROM else _TWIN
 
 
 def solve(weight: Tensor, hessian: Tensor, config: Config | None = None) -> Solution:

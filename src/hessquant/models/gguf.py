@@ -17,6 +17,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from hessquant.errors import SourceError
 from hessquant.models.gguf_header import check_header
 from hessquant.models.library import from_config, refusing
+from hessquant.place import HOST, NOWHERE
 
 # Part of the cache key: raise it when the conversion changes.
 _CONVERSION = 1
@@ -83,9 +84,9 @@ def _convert(file: Path, directory: Path) -> None:
     # The reader keeps the file's title there, which means nothing to anybody.
     vars(config).pop("_model_name_or_path", None)
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    with torch.device("meta"):
-        model = from_config(config)
-    parsed = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model, torch_dtype=torch.float32)  # type: ignore[no-untyped-call]
+    with NOWHERE:
+        model = from_config(config, HOST.dtype)
+    parsed = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model, torch_dtype=HOST.dtype)  # type: ignore[no-untyped-call]
     tensors = parsed["tensors"]
     dtype = _storage_dtype(tensors)
     _fill(model, {name: tensors.pop(name).to(dtype) for name in list(tensors)}, file.name)
@@ -95,7 +96,7 @@ def _convert(file: Path, directory: Path) -> None:
 
 def _storage_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
     fits = all(bool(torch.isfinite(tensor.to(torch.float16)).all()) for tensor in tensors.values())
-    return torch.float16 if fits else torch.float32
+    return torch.float16 if fits else HOST.dtype
 
 
 def _fill(model: PreTrainedModel, tensors: Mapping[str, Tensor], name: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -87,8 +88,8 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def from_config(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model in float32 and eval mode with weights of no meaning, on the device that is current.
+def from_config(config: PreTrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model in a dtype and eval mode with weights of no meaning, on the device that is current.
 
     It is of the class that the config names, where transformers has it, and a causal language model otherwise. Experts
     run one by one ("eager"), so that every product with a weight can be seen, and no caches are made. `config` is not
@@ -96,7 +97,7 @@ def from_config(config: PreTrainedConfig, *, trust_remote_code: bool = False) ->
     """
     config = copy.deepcopy(config)
     _stop_caching(config)
-    settings: dict[str, Any] = {"dtype": "float32", "experts_implementation": "eager"}
+    settings: dict[str, Any] = {"dtype": dtype, "experts_implementation": "eager"}
     named = _named_class(config)
     model: PreTrainedModel
     if named is not None and not (trust_remote_code and hasattr(config, "auto_map")):

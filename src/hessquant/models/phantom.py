@@ -16,8 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from hessquant.models.watch import is_wrapped, storage_key, tensors_in, works_in_place
-
-_CPU = torch.device("cpu")
+from hessquant.place import HOST, NOWHERE
 
 
 def give_phantoms(model: nn.Module) -> None:
@@ -27,8 +26,8 @@ def give_phantoms(model: nn.Module) -> None:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) not in phantoms:
-                twin = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                phantom = nn.Parameter(FakeTensor(mode, twin, _CPU), requires_grad=False)
+                twin = torch.empty(parameter.shape, dtype=parameter.dtype, device=NOWHERE)
+                phantom = nn.Parameter(FakeTensor(mode, twin, HOST.device), requires_grad=False)
                 phantom.twin = twin  # type: ignore[attr-defined]
                 phantoms[id(parameter)] = phantom
             setattr(module, name, phantoms[id(parameter)])
@@ -64,7 +63,7 @@ class PhantomArithmetic(TorchFunctionMode):
             # What fake tensors would come to, in a fraction of the time.
             return self._drawn((*args[0].shape[:-1], args[1].shape[0]), args[0].dtype)
         if func is torch.Tensor.__getitem__ and hasattr(args[0], "twin") and _is_number(args[1]):
-            return FakeTensor(args[0].fake_mode, args[0].twin[int(args[1])], _CPU)  # one expert's matrix
+            return FakeTensor(args[0].fake_mode, args[0].twin[int(args[1])], HOST.device)  # one expert's matrix
         if func in _SCALARS:
             return _SCALARS[func]
         result = func(*args, **kwargs)

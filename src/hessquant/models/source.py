@@ -114,7 +114,7 @@ class ModelSource:
     def _made_by(self, kind: Any) -> Any:
         return kind.from_pretrained(self.directory, trust_remote_code=self.trust_remote_code, local_files_only=True)
 
-    def weightless(self) -> PreTrainedModel:
+    def weightless(self, dtype: torch.dtype = HOST.dtype) -> PreTrainedModel:
         """The model that the config describes (`from_config`), with real buffers, but without its weights.
 
         It is another one each time: whoever asks runs it, or gives it weights, and either leaves traces in it.
@@ -123,7 +123,7 @@ class ModelSource:
             SourceError: If none can be built.
         """
         with refusing(f"{self.name}: no model can be built of its config"), torch.random.fork_rng(devices=[]):
-            return build_weightless(self.config, trust_remote_code=self.trust_remote_code)
+            return build_weightless(self.config, dtype, trust_remote_code=self.trust_remote_code)
 
     def naming(self, model: PreTrainedModel, tensors: Collection[str]) -> Naming:
         """How the names of a checkpoint's tensors map to those of the model; made once for the same tensors.

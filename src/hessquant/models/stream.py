@@ -52,7 +52,7 @@ class StreamedModel:
         read: Callable[[str], Tensor],
     ) -> None:
         self._name, self._read, self.place = source.name, read, source.place
-        self.model = source.weightless()
+        self.model = source.weightless(source.place.dtype)
         self._naming = source.naming(self.model, tensors)
         self._meta = dict(self.model.named_parameters(remove_duplicate=False))
         self._check({name: tuple(tensor.shape) for name, tensor in tensors.items()})

@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hessquant.models.library import from_config
 from hessquant.models.watch import storage_key
+from hessquant.place import HOST, NOWHERE
 
 _SMALL = 1 << 12
 """Elements of a tensor that is real in any case, unless it begins without values."""
@@ -30,7 +31,9 @@ Kind = tuple[Any, ...]
 """What tensors that are made alike have in common: the operation, and shape and dtype of its results."""
 
 
-def build_weightless(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
+def build_weightless(
+    config: PreTrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False
+) -> PreTrainedModel:
     """The model of `from_config` with its parameters on the meta device, but real buffers.
 
     No parameter is in memory at any time, but for a vector, say, for a moment.
@@ -43,7 +46,7 @@ def build_weightless(config: PreTrainedConfig, *, trust_remote_code: bool = Fals
         building, model = _Building(real), None
         try:
             with building, building.parameters_on_meta():
-                model = from_config(config, trust_remote_code=trust_remote_code)
+                model = from_config(config, dtype, trust_remote_code=trust_remote_code)
             missed = building.made_of(_storages(model.parameters()))
             if not missed <= real:
                 gc.collect()  # what was dropped, but lies in a cycle, is not in use
@@ -89,7 +92,7 @@ class _Building(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return None
             if not parameter.is_meta:
                 self._aside = True
-                parameter = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+                parameter = nn.Parameter(torch.empty_like(parameter, device=NOWHERE), requires_grad=False)
                 self._aside = False
             self.registered.add(storage_key(parameter))
             parameter.requires_grad_(False)
@@ -119,7 +122,7 @@ class _Building(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if _takes_no_values(func) or _is_meta(kwargs.get("device")):
             # As large, or where, as another tensor, which may be a parameter.
-            kwargs["device"] = torch.device("cpu")
+            kwargs["device"] = HOST.device
         without = [] if _takes_no_values(func) else [t for t in _tensors((args, kwargs)) if t.is_meta]
         if without:
             return self._without_values(func, args, kwargs, without)
@@ -158,7 +161,7 @@ def _on_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What an operation would give, without values."""
     kwargs = {name: None if name == "generator" else value for name, value in kwargs.items()}
     if any(argument.name == "device" for argument in func._schema.arguments):
-        kwargs["device"] = torch.device("meta")
+        kwargs["device"] = NOWHERE
     args, kwargs = tree_map(_shape_of, (tuple(args), kwargs))
     return func(*args, **kwargs)
 
@@ -166,7 +169,7 @@ def _on_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def _shape_of(value: Any) -> Any:
     if not isinstance(value, Tensor) or value.is_meta:
         return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=NOWHERE)
 
 
 def _changed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -199,4 +202,4 @@ def _begins_without_values(func: Any) -> bool:
 
 
 def _is_meta(device: Any) -> bool:
-    return device is not None and torch.device(device).type == "meta"
+    return device is not None and torch.device(device) == NOWHERE
