@@ -1,9 +1,10 @@
-"""Made-up records for the tests of the command line and the report."""
+"""Made-up records for the tests of the command line and the report, and a device to run on."""
 
 import math
 from dataclasses import asdict
 
 import pytest
+from tests.pretend.device import installed
 
 from hessquant.config import Config
 from hessquant.records import GridSpec, Location, Plan, ServerVerdict, Target, TensorInfo, Untouched
@@ -75,6 +76,13 @@ def _layer(target, index):
         tiny_groups=0,
         seconds=0.2 + 0.001 * index,
     )
+
+
+@pytest.fixture
+def accelerator():
+    """The pretend device of `tests/pretend`."""
+    with installed().use() as device:
+        yield device
 
 
 @pytest.fixture

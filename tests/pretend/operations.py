@@ -1,0 +1,214 @@
+"""What every operation of the pretend device goes through: refused where it mixes devices, else run by the CPU."""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from tests.pretend.memory import NAME, bind
+from torch import Tensor, UntypedStorage
+
+COPIES = ("aten::_copy_from", "aten::_copy_from_and_resize")
+_INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index")
+
+# Besides those that torch tags as element-wise.
+_TAKE_NUMBERS = ("aten::where", "aten::masked_fill", "aten::masked_fill_", "aten::fill", "aten::fill_")
+
+
+class Operations:
+    """Runs an operation on tensors of the device."""
+
+    def __init__(self, accelerator):
+        self._accelerator, self._memory = accelerator, accelerator.memory
+
+    def __call__(self, operation, *args, **kwargs):
+        """Run it on the CPU, and give its results to the device.
+
+        Raises:
+            RuntimeError: If it mixes devices.
+        """
+        traits = _traits_of(operation)
+        if traits.sets:
+            return self._set(operation, *args, **kwargs)
+        call = _Call(self._memory)
+        host_args = [call.to_host(value, at) for at, value in enumerate(args)]
+        for at in traits.tensors:
+            if at < len(args) and isinstance(args[at], int | float | complex):
+                host_args[at] = torch.tensor(args[at])  # a number that torch has unwrapped, for which not all are ready
+        host_kwargs = {name: call.to_host(value, name) for name, value in kwargs.items()}
+        if call.hosts:
+            _refuse_mixed(operation, traits, call)
+        self._count_waits(traits, args, kwargs, call)
+        if traits.copies:
+            _copy(traits, *host_args)
+            result = host_args[1]
+        elif operation is torch.ops.aten.histc.default and not host_args[0].is_floating_point():
+            result = operation(host_args[0].double(), *host_args[1:], **host_kwargs).to(host_args[0].dtype)
+        else:
+            result = operation(*host_args, **host_kwargs)
+        for tensor, seen in call.seen:
+            call.follow(tensor, seen)
+        return call.to_device(result)
+
+    def _set(self, operation, tensor, *args, **kwargs):
+        """Let one tensor take another's storage, which must be of the device as well."""
+        for value in args:
+            if isinstance(value, Tensor | UntypedStorage) and value.device != self._accelerator.device:
+                raise RuntimeError(f"{operation}: a tensor on {self._accelerator.device} cannot hold {value.device}'s")
+        return operation.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), tensor, *args, **kwargs)
+
+    def _count_waits(self, traits, args, kwargs, call):
+        count = self._accelerator.count_wait
+        if traits.copies and call.hosts:
+            to_host = call.hosts[0][1] is args[1]
+            late = not to_host and (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+            if not late:
+                count("copy to host" if to_host else "copy to device")
+        elif traits.indexed:
+            indices = [index for index in args[1] if index is not None]
+            if any(index.device.type == "cpu" for index in indices):
+                count("copy to device")
+            if any(index.dtype in (torch.bool, torch.uint8) for index in indices):
+                count("size")
+        elif traits.waits and kwargs.get("output_size") is None:
+            count(traits.waits)
+
+
+class _Call:
+    """The tensors of one operation, on the device and as the host sees them.
+
+    Attributes:
+        seen: Pairs of a tensor of the device and its like.
+        hosts: Where the operation has a tensor of the host, and which.
+    """
+
+    def __init__(self, memory):
+        self.seen, self.hosts = [], []
+        self._memory = memory
+        self._storages = {}
+
+    def to_host(self, value, at):
+        """A value with tensors of the host in place of those of the device.
+
+        Args:
+            value: Of an argument.
+            at: The argument's position or name.
+        """
+        if isinstance(value, Tensor):
+            if value.device.type != NAME:
+                self.hosts.append((at, value))
+                return value
+            seen = self._memory.on_host(value)
+            self.seen.append((value, seen))
+            self._storages[seen.untyped_storage()._cdata] = value.untyped_storage()
+            return seen
+        if isinstance(value, list | tuple):
+            return [self.to_host(item, at) for item in value]
+        if isinstance(value, torch.device) and value.type == NAME:
+            return torch.device("cpu")
+        return value
+
+    def to_device(self, result):
+        """A result with tensors of the device in place of those of the host."""
+        if isinstance(result, Tensor):
+            if any(host is result for _, host in self.hosts):
+                return result
+            for tensor, seen in self.seen:
+                if seen is result:
+                    return tensor
+            return self._memory.on_device(result, self._storage_over(result))
+        if isinstance(result, list | tuple):
+            return (
+                [self.to_device(item) for item in result]
+                if type(result) is list
+                else tuple(map(self.to_device, result))
+            )
+        return result
+
+    def follow(self, tensor, seen):
+        """Let a tensor of the device be of another shape where the operation has made its like so."""
+        storage = tensor.untyped_storage()
+        if seen.untyped_storage().nbytes() != storage.nbytes():
+            storage = self._memory.take(seen.untyped_storage())
+            self._storages[seen.untyped_storage()._cdata] = storage
+        elif seen.shape == tensor.shape and seen.stride() == tensor.stride():
+            return
+        bind(tensor, seen, storage)
+
+    def _storage_over(self, result):
+        host = result.untyped_storage()
+        if host._cdata not in self._storages:
+            self._storages[host._cdata] = self._memory.take(host)
+        return self._storages[host._cdata]
+
+
+class _Traits(NamedTuple):
+    """What an operation's schema says of it.
+
+    Attributes:
+        copies: Whether it copies between devices.
+        resizes: Whether the target of that copy takes the source's shape.
+        sets: Whether it changes what storage a tensor has.
+        indexed: Whether it takes indices.
+        takes_numbers: Whether a tensor of the host with 0 dimensions may be among its operands.
+        written: Names and positions of the arguments that it writes to.
+        tensors: Positions of arguments that are to be tensors.
+        waits: What the host waits for in it; empty if for nothing.
+    """
+
+    copies: bool
+    resizes: bool
+    sets: bool
+    indexed: bool
+    takes_numbers: bool
+    written: frozenset
+    tensors: tuple
+    waits: str
+
+
+@cache
+def _traits_of(operation):
+    schema, tags = operation._schema, operation.tags
+    written = [
+        at
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for at in (position, argument.name)
+    ]
+    waits = ""
+    if torch.Tag.data_dependent_output in tags:
+        waits = "value"
+    elif torch.Tag.dynamic_output_shape in tags:
+        waits = "size"
+    return _Traits(
+        copies=schema.name in COPIES,
+        resizes=schema.name == COPIES[1],
+        sets=schema.name == "aten::set_",
+        indexed=schema.name in _INDEXED,
+        takes_numbers=torch.Tag.pointwise in tags or schema.name in _TAKE_NUMBERS,
+        written=frozenset(written),
+        tensors=tuple(at for at, argument in enumerate(schema.arguments) if str(argument.type) == "Tensor"),
+        waits=waits,
+    )
+
+
+def _refuse_mixed(operation, traits, call):
+    if traits.copies:
+        return
+    for at, tensor in call.hosts:
+        is_number = tensor.ndim == 0 and at not in traits.written and bool(call.seen)
+        if is_number and traits.takes_numbers:
+            continue
+        # Of these, indices come second, and after them what is put there, which may be a number.
+        if traits.indexed and (at in (1, "indices") or (is_number and at in (2, "values"))):
+            continue
+        devices = f"{torch.device(NAME, 0)} and {tensor.device}"
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, {devices}! "
+            f"(argument {at} of {operation})"
+        )
+
+
+def _copy(traits, source, target, *_):
+    if traits.resizes:
+        target.resize_(source.shape)
+    target.copy_(source)
