@@ -1,6 +1,6 @@
 """What every operation of the pretend device goes through: refused where it mixes devices, else run by the CPU."""
 
-from functools import cache
+from functools import cache, reduce
 from typing import NamedTuple
 
 import torch
@@ -33,7 +33,7 @@ class Operations:
         host_args = [call.to_host(value, at) for at, value in enumerate(args)]
         for at in traits.tensors:
             if at < len(args) and isinstance(args[at], int | float | complex):
-                host_args[at] = torch.tensor(args[at])  # a number that torch has unwrapped, for which not all are ready
+                host_args[at] = call.number(args[at])
         host_kwargs = {name: call.to_host(value, name) for name, value in kwargs.items()}
         if call.hosts:
             _refuse_mixed(operation, traits, call)
@@ -107,6 +107,11 @@ class _Call:
             return torch.device("cpu")
         return value
 
+    def number(self, value):
+        """A number among the operands, as the tensor that torch had made of it: of a dtype that changes no other."""
+        own = torch.empty((), dtype=reduce(torch.promote_types, (seen.dtype for _, seen in self.seen), torch.bool))
+        return torch.tensor(value, dtype=torch.result_type(own, value))
+
     def to_device(self, result):
         """A result with tensors of the device in place of those of the host."""
         if isinstance(result, Tensor):
@@ -151,7 +156,7 @@ class _Traits(NamedTuple):
         indexed: Whether it takes indices.
         takes_numbers: Whether a tensor of the host with 0 dimensions may be among its operands.
         written: Names and positions of the arguments that it writes to.
-        tensors: Positions of arguments that are to be tensors.
+        tensors: Positions of arguments that are to be tensors, where the CPU's kernel takes no number for one.
         waits: What the host waits for in it; empty if for nothing.
     """
 
@@ -174,6 +179,8 @@ def _traits_of(operation):
         if argument.alias_info is not None and argument.alias_info.is_write
         for at in (position, argument.name)
     ]
+    takes_any = torch._C._should_allow_numbers_as_tensors(schema.name.removeprefix("aten::"))
+    are_tensors = [at for at, argument in enumerate(schema.arguments) if str(argument.type) == "Tensor"]
     waits = ""
     if torch.Tag.data_dependent_output in tags:
         waits = "value"
@@ -186,7 +193,7 @@ def _traits_of(operation):
         indexed=schema.name in _INDEXED,
         takes_numbers=torch.Tag.pointwise in tags or schema.name in _TAKE_NUMBERS,
         written=frozenset(written),
-        tensors=tuple(at for at, argument in enumerate(schema.arguments) if str(argument.type) == "Tensor"),
+        tensors=() if takes_any else tuple(are_tensors),
         waits=waits,
     )
 
