@@ -56,6 +56,8 @@ class StreamedModel:
         self._naming = source.naming(self.model, tensors)
         self._meta = dict(self.model.named_parameters(remove_duplicate=False))
         self._check({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        for name, buffer in self.model.named_buffers(remove_duplicate=False):
+            self._set(name, buffer if buffer.is_meta else buffer.to(self.place.device))
 
     def block_keys(self, block: str) -> list[str]:
         """State-dict keys of one block."""
