@@ -1,12 +1,13 @@
 """Calibration inputs -> batches. There is no padding, so no padded position can enter a Hessian."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from hessquant.calibration.model_inputs import CalibrationInput, ModelInputs, positions
+from hessquant.place import Place
 from hessquant.records import TokenWindow
 
 
@@ -28,6 +29,14 @@ class Batch:
     def tokens(self) -> int:
         """Positions of the longest input; of text, its tokens."""
         return max(map(positions, self.inputs.values()))
+
+    def at(self, place: Place) -> "Batch":
+        """The same where a model runs, in what it computes in; whole numbers stay what they are."""
+        inputs = {
+            name: value.to(place.device, place.dtype if value.is_floating_point() else value.dtype)
+            for name, value in self.inputs.items()
+        }
+        return replace(self, inputs=inputs)
 
 
 def batches_of(

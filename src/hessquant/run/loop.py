@@ -67,6 +67,7 @@ def quantize_segments(
         FailedError: If a segment cannot be run, solved or kept.
     """
     tokens = sum(batch.tokens for batch in batches)
+    batches = [batch.at(streamed.place) for batch in batches]
     inside = [target for target in plan.targets if target.block < len(plan.blocks)]
     capture = choose_capture(plan.hidden_size, inside, tokens, config, streamed.place)
     run = _Run(streamed, config, capture, store, progress)
