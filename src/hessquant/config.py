@@ -21,6 +21,7 @@ Format = Literal["gptq", "compressed-tensors", "gguf"]
 CaptureMethod = Literal["auto", "once", "passes"]
 Experts = Literal["routed", "all"]
 TokenWeights = Literal["attention", "uniform"]
+ForwardDtype = Literal["auto", "float32", "source"]
 Client = Literal["vllm", "vllm-cpu", "vllm-gpu", "transformers", "sglang", "llama.cpp"]
 
 CLIENTS: tuple[Client, ...] = get_args(Client)
@@ -260,6 +261,18 @@ class Config:
         bounds=(1, inf),
         option="shard_size",
         metavar="SIZE",
+    )
+    device: str = _said(
+        "auto",
+        "Where to compute: an accelerator if torch has one, or a device as torch names it. A run goes on "
+        "where it began, since others round otherwise.",
+        metavar="auto|cpu|cuda|cuda:N|...",
+    )
+    forward_dtype: ForwardDtype = _said(
+        "auto",
+        "Run the model in float32, in its checkpoint's 16-bit dtype, or in whichever the device likes. That is float32 "
+        "on the CPU and the checkpoint's on an accelerator; Hessians, factors and sweeps are float32 or float64 "
+        "either way.",
     )
     trust_remote_code: bool = _said(False, "Let code that comes with the model run.")
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hessquant.errors import PlanError
+
 
 @dataclass(frozen=True)
 class Place:
@@ -21,9 +23,65 @@ class Place:
     device: torch.device
     dtype: torch.dtype
 
+    @property
+    def is_host(self) -> bool:
+        """Whether it is the memory that files are read to."""
+        return self.device == HOST.device
+
+    def __str__(self) -> str:
+        return f"{device_name(self.device)}, {str(self.dtype).removeprefix('torch.')}"
+
 
 HOST = Place(torch.device("cpu"), torch.float32)
 """The memory that files are read to and written from."""
 
 NOWHERE = torch.device("meta")
 """Of tensors that have shapes and no values."""
+
+_WITHOUT_FLOAT64 = ("mps",)
+"""Accelerators that cannot factor a Hessian."""
+
+
+def find_device(asked: str) -> torch.device:
+    """The device that a name stands for on this machine.
+
+    Args:
+        asked: "auto", an accelerator if torch has one that will do and the CPU otherwise; or a device as torch names
+            it, with its number or without: "cpu", "cuda", "cuda:1", "xpu".
+
+    Raises:
+        PlanError: If there is no such device, or none that a run can be on.
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if asked == "auto":
+        return HOST.device if accelerator is None or accelerator.type in _WITHOUT_FLOAT64 else _numbered(accelerator)
+    known = "auto, cpu" + (f", {accelerator.type}" if accelerator is not None else "")
+    try:
+        device = torch.device(asked)
+    except (RuntimeError, TypeError) as error:
+        raise PlanError(f"device {asked!r} is none that torch has a name for; here there are {known}") from error
+    if device.type == HOST.device.type:
+        return HOST.device
+    if accelerator is None or device.type != accelerator.type:
+        raise PlanError(f"device {asked}: torch sees none on this machine; here there are {known}")
+    if device.type in _WITHOUT_FLOAT64:
+        raise PlanError(f"device {asked} has no float64, which Hessians are factored in; take cpu")
+    count = torch.accelerator.device_count()
+    if (device.index or 0) >= count:
+        raise PlanError(f"device {asked}: this machine has {count} of them, numbered from 0")
+    return _numbered(device)
+
+
+def _numbered(device: torch.device) -> torch.device:
+    return torch.device(device.type, torch.accelerator.current_device_index() if device.index is None else device.index)
+
+
+def device_name(device: torch.device) -> str:
+    """Its kind, and what its maker calls it where torch knows: runs on devices of one name give the same bytes."""
+    named = getattr(torch.get_device_module(device), "get_device_name", None)
+    return device.type if named is None else f"{device.type} ({named(device)})"
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes that an accelerator has in all; 0 for the host, whose memory is `hessquant.memory`'s matter."""
+    return 0 if device == HOST.device else int(torch.accelerator.get_memory_info(device)[1])

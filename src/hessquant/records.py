@@ -245,6 +245,7 @@ class Plan:
         remedies: What makes the run fit where `memory_bytes` is more than that; each does by itself.
         window_length: Tokens per calibration window, the default resolved; None where nothing is calibrated.
         context: Positions that the model has; None where it has no limit, or none that its config says.
+        place: The device that the model runs on and the dtype that it computes in; empty where it does not run.
     """
 
     source: str
@@ -273,6 +274,7 @@ class Plan:
     remedies: tuple[Remedy, ...] = field(default=(), compare=False)
     window_length: int | None = None
     context: int | None = None
+    place: str = ""
 
     @property
     def fits(self) -> bool:

@@ -48,6 +48,8 @@ OPTIONS = [
     (["--activation-memory", "1.5 gib"], {"activation_memory": 1_610_612_736}),
     (["--shard-size", "500MB"], {"shard_bytes": 500_000_000}),
     (["--shard-size", "20000"], {"shard_bytes": 20_000}),
+    (["--device", "cuda:1"], {"device": "cuda:1"}),
+    (["--forward-dtype", "source"], {"forward_dtype": "source"}),
     (["--trust-remote-code"], {"trust_remote_code": True}),
 ]
 

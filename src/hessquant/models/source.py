@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from hessquant.config import ForwardDtype
 from hessquant.errors import SourceError
 from hessquant.models.gguf import converted
 from hessquant.models.library import reason, refusing
@@ -47,18 +48,36 @@ class ModelSource:
         name: As the user named it.
         directory: Local directory in Hugging Face layout.
         trust_remote_code: Allow code that comes with the model to run.
-        place: Where the model runs.
+        device: Where the model runs.
+        forward_dtype: What it computes in there, as `Config` says it.
     """
 
     name: str
     directory: Path
     trust_remote_code: bool = False
-    place: Place = HOST
+    device: torch.device = HOST.device
+    forward_dtype: ForwardDtype = "float32"
 
     @property
     def title(self) -> str:
         """What to call it where others read it: as the user named it, without the folders of this machine."""
         return title_of(self.name)
+
+    @cached_property
+    def place(self) -> Place:
+        """Where the model runs, and what it computes in: an accelerator likes the 16-bit dtype of its checkpoint.
+
+        Raises:
+            SourceError: As `config`.
+        """
+        own = self.forward_dtype == "source" or (self.forward_dtype == "auto" and self.device != HOST.device)
+        return Place(self.device, self._own_dtype if own else HOST.dtype)
+
+    @property
+    def _own_dtype(self) -> torch.dtype:
+        """What the config says that the checkpoint is in; float32 unless that has 16 bits."""
+        said = [config.dtype for config in (self.config, self.config.get_text_config())]
+        return next((dtype for dtype in said if dtype in (torch.bfloat16, torch.float16)), HOST.dtype)
 
     @cached_property
     def config(self) -> PreTrainedConfig:

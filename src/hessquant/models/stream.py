@@ -163,8 +163,9 @@ class StreamedModel:
         return {**outcome, "missing_keys": {key for key in missing if missing.issuperset(self._names_of(key))}}
 
     def _fill(self, state: dict[str, Any], device: torch.device) -> dict[str, Any]:
-        mapping, devices = self._naming.conversions, {"": device}
-        config = LoadStateDictConfig(dtype=self.place.dtype, weight_mapping=mapping, device_map=devices)
+        mapping, devices, dtype = self._naming.conversions, {"": device}, self.place.dtype
+        plan = self.model._get_dtype_plan(dtype)
+        config = LoadStateDictConfig(dtype=dtype, dtype_plan=plan, weight_mapping=mapping, device_map=devices)
         with refusing(f"{self._name}: its tensors cannot be loaded"):
             loaded, _ = convert_and_load_state_dict_in_model(self.model, state, config)
             self.model._adjust_missing_and_unexpected_keys(loaded)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from hessquant.calibration.calibration import Calibration
@@ -9,6 +10,7 @@ from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.config import Config
 from hessquant.models.source import ModelSource, resolve
 from hessquant.pipeline.publishing import refuse_form
+from hessquant.place import find_device
 from hessquant.planning import plan as planning
 from hessquant.records import Plan
 
@@ -43,7 +45,9 @@ def planned(
     Raises:
         RefusedError: As `make_plan`.
     """
+    device = find_device(config.device)
     source = resolve(model, trust_remote_code=config.trust_remote_code)
+    source = replace(source, device=device, forward_dtype=config.forward_dtype)
     with CheckpointReader(source.directory) as reader:
         inputs = Calibration(source, calibration, config)
         inputs.check()

@@ -32,6 +32,9 @@ from hessquant.run.store import RunStore
 _FREE_OF_RESULT = ("activation_memory", "capture", "max_unquantized", "serve", "trust_remote_code")
 """Settings that do not change the result, so that a run may go on with others."""
 
+_OF_THE_PLACE = ("device", "forward_dtype")
+"""Settings that the place where the model runs comes of, which is what the result depends on."""
+
 _OF_THE_OUTPUT = ("format", "shard_bytes")
 """Settings that only say how the result is written, so that finished blocks serve others too."""
 
@@ -108,12 +111,14 @@ def _refuse_occupied(out: Path, source: ModelSource) -> None:
 def _identity(plan: Plan, config: Config, calibrated: CalibrationRecord, source_digest: str) -> dict[str, str]:
     """What the result depends on, by name: runs that agree in all of it give the same bytes."""
     planned = [asdict(target) for target in plan.targets], [asdict(tensor) for tensor in plan.untouched]
-    settings = {name: json.dumps(value) for name, value in asdict(config).items() if name not in _FREE_OF_RESULT}
+    said_otherwise = (*_FREE_OF_RESULT, *_OF_THE_PLACE)
+    settings = {name: json.dumps(value) for name, value in asdict(config).items() if name not in said_otherwise}
     return {
         "version": __version__,
         "source": source_digest,
         "plan": digest(planned),
         "calibration tokens": calibrated.digest,
+        "place": plan.place,
         **settings,
     }
 

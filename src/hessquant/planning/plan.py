@@ -78,6 +78,7 @@ def make_plan(
         remedies=() if estimate <= machine else find_remedies(sizes, probed, plan.targets, config, machine),
         window_length=config.window_length,
         context=context,
+        place=str(source.place),
     )
 
 
