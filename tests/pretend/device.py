@@ -15,7 +15,7 @@ What it catches:
 
 What it cannot catch: speed; streams, and errors that come late; pinned memory and copies that do not block; a kernel's
 own rounding, its dtypes and its bugs; memory that a kernel takes while it runs, and fragmentation; more than one
-device; sparse tensors, generators of random numbers and gradients, which it has none of; pointers, which here point to
+device; sparse tensors, generators of its own and gradients, which it has none of; pointers, which here point to
 memory that the host can read.
 """
 
@@ -123,6 +123,12 @@ class Accelerator:
 
     def get_amp_supported_dtype(self):
         return [torch.float16, torch.bfloat16]
+
+    def get_rng_state(self, device=None):
+        return torch.random.get_rng_state()  # random numbers are drawn by the CPU's generator
+
+    def set_rng_state(self, state, device=None):
+        torch.random.set_rng_state(state)
 
     def manual_seed_all(self, seed):
         pass

@@ -86,6 +86,8 @@ class _Call:
         self.seen, self.hosts = [], []
         self._memory = memory
         self._storages = {}
+        self._tracked = set()  # keys of storages whose views keep count of writes, though none made now would
+        self._in_inference = torch.is_inference_mode_enabled()
 
     def to_host(self, value, at):
         """A value with tensors of the host in place of those of the device.
@@ -100,7 +102,10 @@ class _Call:
                 return value
             seen = self._memory.on_host(value)
             self.seen.append((at, value, seen))
-            self._storages[seen.untyped_storage()._cdata] = value.untyped_storage()
+            key = seen.untyped_storage()._cdata
+            self._storages[key] = value.untyped_storage()
+            if self._in_inference and not value.is_inference():
+                self._tracked.add(key)
             return seen
         if isinstance(value, list | tuple):
             return [self.to_host(item, at) for item in value]
@@ -121,7 +126,9 @@ class _Call:
             for _, tensor, seen in self.seen:
                 if seen is result:
                     return tensor
-            return self._memory.on_device(result, self._storage_over(result))
+            storage = self._storage_over(result)
+            with torch.inference_mode(self._in_inference and result.untyped_storage()._cdata not in self._tracked):
+                return self._memory.on_device(result, storage)
         if isinstance(result, list | tuple):
             return (
                 [self.to_device(item) for item in result]
