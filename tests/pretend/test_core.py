@@ -8,7 +8,7 @@ from tests.problems import correlated_inputs, random_layer
 
 from hessquant.config import Config
 from hessquant.core import hessian, obq
-from hessquant.core.experts import pooled, shrink
+from hessquant.core.experts import shrink
 from hessquant.core.factor import effective_rank, factorize
 from hessquant.core.grid import min_max
 from hessquant.core.hessian import HessianStatistics, first_token_weights
@@ -82,7 +82,7 @@ def test_statistics_are_summed_where_the_inputs_are(accelerator):
     assert (there.weight_sum, there.token_count) == (here.weight_sum, here.token_count)
     mean = hessian.hessian(here)
     assert_same(hessian.hessian(there), mean, device)
-    assert_same(shrink(there, pooled([there, there], 200)), shrink(here, pooled([here, here], 200)), device)
+    assert_same(shrink(there, hessian.merge(there, there)), shrink(here, hessian.merge(here, here)), device)
     factors = [factorize(of, damping=0.01, order="activation", group_width=8) for of in (mean.to(device), mean)]
     assert_same(*factors, device)
     assert effective_rank(factors[0], mean.to(device)) == effective_rank(factors[1], mean)
