@@ -15,7 +15,8 @@ What it catches:
 
 What it cannot catch: speed; streams, and errors that come late; pinned memory and copies that do not block; a kernel's
 own rounding, its dtypes and its bugs; memory that a kernel takes while it runs, and fragmentation; more than one
-device; generators of random numbers; gradients; pointers, which here point to memory that the host can read.
+device; sparse tensors, generators of its own and gradients, which it has none of; pointers, which here point to
+memory that the host can read.
 """
 
 import sys
@@ -123,6 +124,12 @@ class Accelerator:
     def get_amp_supported_dtype(self):
         return [torch.float16, torch.bfloat16]
 
+    def get_rng_state(self, device=None):
+        return torch.random.get_rng_state()  # random numbers are drawn by the CPU's generator
+
+    def set_rng_state(self, state, device=None):
+        torch.random.set_rng_state(state)
+
     def manual_seed_all(self, seed):
         pass
 
@@ -169,11 +176,14 @@ def _with_kernels_of_the_cpu():
 
 
 def _line_of_caller():
-    """The line of code that asked for an operation: the innermost that is neither torch's nor this device's."""
+    """The line of code that asked for an operation: the innermost that is neither torch's nor this device's.
+
+    Nor is it that of a mode that has seen the operation and passed it on.
+    """
     frame = sys._getframe(1)
     while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((_OF_TORCH, _HERE)) or Path(file).name.startswith("test_"):
+        file, passes_on = frame.f_code.co_filename, frame.f_code.co_name.startswith("__torch_")
+        if not passes_on and (not file.startswith((_OF_TORCH, _HERE)) or Path(file).name.startswith("test_")):
             folder, _, inside = file.rpartition("/hessquant/")
             return f"{inside if folder else Path(file).name}:{frame.f_lineno}"
         frame = frame.f_back

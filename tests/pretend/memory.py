@@ -75,19 +75,25 @@ class Memory:
         """A tensor of the host that shares its values with one of the device."""
         seen = torch.empty(0, dtype=tensor.dtype, device="cpu")
         seen.set_(self.host_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
-        torch._C._set_conj(seen, tensor.is_conj())
-        torch._C._set_neg(seen, tensor.is_neg())
+        _make_alike(seen, tensor)
         return seen
 
     def on_device(self, seen: Tensor, storage: UntypedStorage):
         """The tensor of the device that is to `storage` what a tensor of the host is to its own."""
         tensor = torch._C._acc.create_empty_tensor((0,), seen.dtype)
         bind(tensor, seen, storage)
-        torch._C._set_conj(tensor, seen.is_conj())
-        torch._C._set_neg(tensor, seen.is_neg())
+        _make_alike(tensor, seen)
         return tensor
 
 
 def bind(tensor, seen, storage):
     """Give a tensor of the device a storage, and the shape, strides and offset of one of the host."""
     _SET.redispatch(_AS_ON_HOST, tensor, storage, seen.storage_offset(), seen.shape, seen.stride())
+
+
+def _make_alike(tensor, other):
+    """Mark a tensor as the conjugate or the negative of its memory where another is."""
+    if other.is_conj():
+        torch._C._set_conj(tensor, True)
+    if other.is_neg():
+        torch._C._set_neg(tensor, True)

@@ -45,8 +45,9 @@ class Operations:
             result = operation(host_args[0].double(), *host_args[1:], **host_kwargs).to(host_args[0].dtype)
         else:
             result = operation(*host_args, **host_kwargs)
-        for tensor, seen in call.seen:
-            call.follow(tensor, seen)
+        for at, tensor, seen in call.seen:
+            if at in traits.written or traits.resizes:
+                call.follow(tensor, seen)
         return call.to_device(result)
 
     def _set(self, operation, tensor, *args, **kwargs):
@@ -77,7 +78,7 @@ class _Call:
     """The tensors of one operation, on the device and as the host sees them.
 
     Attributes:
-        seen: Pairs of a tensor of the device and its like.
+        seen: Where the operation has a tensor of the device, which, and its like on the host.
         hosts: Where the operation has a tensor of the host, and which.
     """
 
@@ -85,6 +86,8 @@ class _Call:
         self.seen, self.hosts = [], []
         self._memory = memory
         self._storages = {}
+        self._tracked = set()  # keys of storages whose views keep count of writes, though none made now would
+        self._in_inference = torch.is_inference_mode_enabled()
 
     def to_host(self, value, at):
         """A value with tensors of the host in place of those of the device.
@@ -98,8 +101,11 @@ class _Call:
                 self.hosts.append((at, value))
                 return value
             seen = self._memory.on_host(value)
-            self.seen.append((value, seen))
-            self._storages[seen.untyped_storage()._cdata] = value.untyped_storage()
+            self.seen.append((at, value, seen))
+            key = seen.untyped_storage()._cdata
+            self._storages[key] = value.untyped_storage()
+            if self._in_inference and not value.is_inference():
+                self._tracked.add(key)
             return seen
         if isinstance(value, list | tuple):
             return [self.to_host(item, at) for item in value]
@@ -109,7 +115,7 @@ class _Call:
 
     def number(self, value):
         """A number among the operands, as the tensor that torch had made of it: of a dtype that changes no other."""
-        own = torch.empty((), dtype=reduce(torch.promote_types, (seen.dtype for _, seen in self.seen), torch.bool))
+        own = torch.empty((), dtype=reduce(torch.promote_types, (seen.dtype for _, _, seen in self.seen), torch.bool))
         return torch.tensor(value, dtype=torch.result_type(own, value))
 
     def to_device(self, result):
@@ -117,10 +123,12 @@ class _Call:
         if isinstance(result, Tensor):
             if any(host is result for _, host in self.hosts):
                 return result
-            for tensor, seen in self.seen:
+            for _, tensor, seen in self.seen:
                 if seen is result:
                     return tensor
-            return self._memory.on_device(result, self._storage_over(result))
+            storage = self._storage_over(result)
+            with torch.inference_mode(self._in_inference and result.untyped_storage()._cdata not in self._tracked):
+                return self._memory.on_device(result, storage)
         if isinstance(result, list | tuple):
             return (
                 [self.to_device(item) for item in result]

@@ -217,6 +217,20 @@ def test_modules_live_on_it(device):
         module(ids)
 
 
+def test_inference_mode_changes_nothing(device):
+    torch.manual_seed(0)
+    module = nn.Linear(6, 5).to(device)
+    given = torch.randn(2, 6, device=device)
+    expected = module(given)
+    with torch.inference_mode():
+        result = module(given)
+        assert given.T.is_inference() is False
+        assert (result.T[0] + result[:, 0]).is_inference()
+        result[0].mul_(1)
+    assert result.is_inference()
+    assert torch.equal(result, expected)
+
+
 WAITS = {
     "copy to host": lambda there, _: there.cpu(),
     "copy to host by to": lambda there, _: there.to("cpu", torch.float16),
@@ -288,6 +302,15 @@ def test_beyond_its_limit_it_is_out_of_memory(accelerator):
             torch.ones(1).to(accelerator.device)
         del other
         assert torch.ones(1).to(accelerator.device).item() == 1
+
+
+def test_a_forked_state_of_random_numbers_comes_back(device):
+    torch.manual_seed(1)
+    expected = torch.rand(3, device=device)
+    torch.manual_seed(1)
+    with torch.random.fork_rng():
+        torch.rand(5, device=device)
+    assert torch.equal(torch.rand(3, device=device), expected)
 
 
 def test_torch_knows_of_it_only_while_it_is_used(accelerator):
