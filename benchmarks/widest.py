@@ -23,7 +23,8 @@ from hessquant.core import gptq
 from hessquant.core.factor import factorize
 from hessquant.core.hessian import HessianAccumulator, hessian
 from hessquant.kernels.dispatch import kernels_for, solve
-from hessquant.planning.size import work
+from hessquant.place import HOST
+from hessquant.planning.work import work
 from hessquant.records import GridSpec, Location, Target
 
 T = TypeVar("T")
@@ -89,7 +90,7 @@ def main() -> None:
 
     target = Target("w", (Location("w", options.rows),), 0, options.rows, options.columns, spec, False, "w")
     of_weight = weight.numel() * weight.element_size()
-    planned = of_weight + weight.numel() + work(target, config.refinement_rounds)
+    planned = of_weight + weight.numel() + work(target, config, HOST)
     peak = max(step["peak"] for step in peaks.steps.values())
     told = vars(options) | {
         "threads": torch.get_num_threads(),

@@ -10,7 +10,6 @@ from hessquant.config import Config
 from hessquant.core import factor as factoring
 from hessquant.core import hessian, refine
 from hessquant.core.hessian import HessianAccumulator
-from hessquant.core.working import WorkingHessian
 from hessquant.kernels import twin
 from hessquant.records import GridSpec, Location, Target
 from hessquant.run import solve as solving
@@ -128,27 +127,3 @@ def test_the_host_does_not_wait_for_columns(settings, monkeypatch):
     each = waits[2, 32] - waits[1, 32]
     assert waits[1, 32] - each <= 10
     assert each <= 14
-
-
-@pytest.mark.parametrize("scale", [1.0, 2.0**-40, 2.0**40])
-@pytest.mark.parametrize("tile", [(0, 5, 0, 5), (0, 3, 2, 7), (4, 7, 1, 5), (0, 2, 3, 6), (5, 7, 0, 2)])
-def test_a_piece_of_the_working_hessian_is_that_of_the_damped_matrix(scale, tile):
-    inputs = correlated_inputs(20, 7, 0)
-    given = scale * (inputs.T @ inputs)
-    given[3], given[:, 3] = 0, 0
-    factor = factoring.factorize(given, damping=0.1, order="activation", group_width=7)
-    rows, columns = slice(*tile[:2]), slice(*tile[2:])
-    working = WorkingHessian.of(given, torch.float32)
-    before = given.clone()
-    whole = given + torch.diag(factor.added_to(given.diagonal()))
-    for found, expected in ((working, given), (working.damped(factor), whole)):
-        piece = found[rows, columns]
-        assert piece.dtype == torch.float32
-        torch.testing.assert_close(piece, (expected / found.unit)[rows, columns].float(), rtol=1e-6, atol=0)
-    assert torch.equal(given, before)
-    assert (working.unit == 1) == (scale == 1)
-
-
-def test_a_hessian_of_ordinary_scale_is_not_copied():
-    given = torch.eye(6)
-    assert WorkingHessian.of(given, torch.float32)[slice(2, 4), slice(0, 4)].data_ptr() == given[2:, 0:].data_ptr()

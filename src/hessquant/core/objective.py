@@ -67,7 +67,8 @@ def order_free_floor(grid: Grid, factor: Factor) -> float:
         return 0.0
     log_importance = factor.importance[live].log().mean()
     # In chunks of rows: a float64 per weight would be more than all else that a solve takes.
-    height, width = max(1, _CHUNK // columns), grid.spec.width(columns)
+    height = max(1, _CHUNK // columns)
+    width = grid.spec.width(columns)
     means = [
         grid.scales[row : row + height].double().repeat_interleave(width, 1)[:, live].log().mean(1)
         for row in range(0, len(grid.scales), height)
