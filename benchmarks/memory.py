@@ -32,7 +32,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import hessquant.pipeline.quantizing  # now, and not when `quantize` is first named: imports belong to the baseline
 from hessquant.place import HOST
-from hessquant.planning.size import TOKENS_PER_BATCH, suspended_bytes, work
+from hessquant.planning.size import TOKENS_PER_BATCH, suspended_bytes
+from hessquant.planning.work import work
 from hessquant.records import Plan
 from hessquant.report.json_report import REPORT_NAME, from_json
 from hessquant.results import LayerRecord, RunReport
@@ -240,6 +241,7 @@ def formula(report: RunReport) -> dict[str, int]:
     others = [tensor for tensor in report.plan.untouched if tensor.name.startswith(f"{report.plan.blocks[0]}.")]
     weights = sum(target.rows * target.columns for target in targets)
     hidden, tokens = targets[0].columns, report.calibration.tokens
+    config = hessquant.Config(refinement_rounds=report.settings["refinement_rounds"])
     if report.capture == "once":
         activations = suspended_bytes(hidden, targets, tokens, HOST)
     else:
@@ -248,7 +250,7 @@ def formula(report: RunReport) -> dict[str, int]:
     return {
         "block": FLOAT32 * (weights + sum(math.prod(tensor.shape) for tensor in others)),
         "codes": weights,
-        "solving": max(work(target, report.settings["refinement_rounds"]) for target in targets),
+        "solving": max(work(target, config, HOST) for target in targets),
         "activations": activations,
     }
 

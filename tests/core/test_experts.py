@@ -36,8 +36,14 @@ def test_without_tokens_the_hessian_is_the_identity(own):
 
 def test_the_pool_is_the_sum_over_experts():
     first, second = statistics_of(correlated_inputs(10, COLUMNS, 1)), statistics_of(correlated_inputs(30, COLUMNS, 2))
-    pool = pooled([first, second], COLUMNS)
+    pool = pooled([first, second], COLUMNS, torch.empty(0))
     assert (pool.token_count, pool.weight_sum) == (40, 40.0)
     assert torch.equal(pool.sum, first.sum + second.sum)
-    nobody = pooled([], COLUMNS)
+    nobody = pooled([], COLUMNS, torch.empty(0))
     assert (nobody.token_count, nobody.sum.shape, nobody.sum.any()) == (0, (COLUMNS, COLUMNS), False)
+
+
+def test_a_pool_of_nothing_is_where_the_weights_are_in_float32_at_least():
+    for given, pool in (("bfloat16", "float32"), ("float32", "float32"), ("float64", "float64")):
+        nobody = pooled([], COLUMNS, torch.empty(0, dtype=getattr(torch, given), device="meta"))
+        assert (nobody.sum.dtype, nobody.sum.device.type) == (getattr(torch, pool), "meta")

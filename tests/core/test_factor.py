@@ -140,7 +140,7 @@ def test_the_hessian_that_was_factored_is_told(dead, tokens, damping):
     hessian[:, dead] = 0
     factor = factorize(hessian, damping=damping, order="activation", group_width=12)
     assert (factor.damping_used > damping) == (damping == 0)
-    told = factor.damp(hessian)
+    told = hessian + torch.diag(factor.added_to(hessian.diagonal()))
     torch.testing.assert_close(told, damped(hessian, factor.damping_used), rtol=1e-12, atol=1e-15)
     squared = factor.lower.T @ factor.lower
     torch.testing.assert_close(squared, told[factor.order][:, factor.order], rtol=1e-9, atol=1e-12)
@@ -152,7 +152,7 @@ def test_a_hessian_of_zeros_can_be_factored():
     assert factor.dead.all()
     torch.testing.assert_close(factor.lower, 1.2 * torch.eye(3, dtype=torch.float64))
     torch.testing.assert_close(factor.importance, torch.full((3,), 1.44, dtype=torch.float64))
-    torch.testing.assert_close(factor.damp(zeros), 1.44 * torch.eye(3, dtype=torch.float64))
+    torch.testing.assert_close(factor.added_to(zeros.diagonal()), torch.full((3,), 1.44, dtype=torch.float64))
 
 
 def test_the_hessian_is_left_as_it_was():

@@ -3,9 +3,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.problems import correlated_inputs
+from tests.watched import LiveBytes
 
 from hessquant.core import hessian
-from hessquant.core.hessian import HessianStatistics
+from hessquant.core.hessian import HessianAccumulator, HessianStatistics
 from hessquant.errors import NonFiniteError
 
 
@@ -61,7 +62,7 @@ def test_inputs_and_statistics_are_left_as_they_were():
     total = statistics.sum.clone()
     hessian.add(statistics, inputs)
     assert torch.equal(inputs, before)
-    assert torch.equal(statistics.sum, total)
+    assert torch.equal(statistics.sum.tril(), total.tril())
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -98,20 +99,56 @@ def test_no_tokens_give_a_zero_hessian():
     assert not hessian.hessian(HessianStatistics.empty(3)).any()
 
 
-def test_adding_in_place_gives_the_same_sum():
-    inputs = correlated_inputs(40, 800, 6)
-    statistics = HessianStatistics.empty(800, torch.float64)
-    for part in inputs.split(13):
-        before = statistics.sum
-        statistics = hessian.add(statistics, part, out=before)
-        assert statistics.sum is before
-    assert torch.equal(hessian.hessian(statistics), hessian.hessian(collected(list(inputs.split(13)))))
+def accumulated(parts, weights=None):
+    accumulator = HessianAccumulator()
+    for index, part in enumerate(parts):
+        accumulator.add(part, None if weights is None else weights[index])
+    return accumulator
 
 
-def test_the_mean_may_take_the_place_of_the_sum():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_accumulator_ends_in_the_statistics_of_all_that_it_was_given(dtype):
+    parts = list(correlated_inputs(40, 400, 6, dtype).split(13))
+    weights = [torch.rand(len(part), generator=torch.Generator().manual_seed(0)) for part in parts]
+    for of_tokens in (None, weights):
+        found, expected = accumulated(parts, of_tokens).take(), collected(parts, of_tokens)
+        assert torch.equal(hessian.hessian(found), hessian.hessian(expected))
+        assert (found.weight_sum, found.token_count) == (expected.weight_sum, expected.token_count)
+
+
+def test_an_accumulator_adds_in_the_place_of_its_sum():
+    accumulator, parts = HessianAccumulator(), correlated_inputs(40, 300, 6).split(13)
+    accumulator.add(parts[0])
+    with LiveBytes() as live:
+        for part in parts[1:]:
+            accumulator.add(part)
+    # A second sum would be 8 bytes per element.
+    assert live.peak < 4 * 300**2
+
+
+def test_sums_follow_their_inputs_in_float32_at_least():
+    for of_inputs, summed in (("bfloat16", "float32"), ("float32", "float32"), ("float64", "float64")):
+        inputs = torch.ones(2, 3, dtype=getattr(torch, of_inputs))
+        assert accumulated([inputs]).take().sum.dtype == getattr(torch, summed)
+
+
+def test_what_an_accumulator_has_given_up_is_never_overwritten():
+    inputs = correlated_inputs(12, 6, 9)
+    accumulator = accumulated([inputs])
+    taken = accumulator.take()
+    before = taken.sum.clone()
+    assert accumulator.take() is None
+    accumulator.add(inputs[:5])
+    again = accumulator.take()
+    assert torch.equal(taken.sum, before)
+    assert (taken.token_count, again.token_count, again.weight_sum) == (12, 5, 5.0)
+    assert torch.equal(again.sum.tril(), collected([inputs[:5]]).sum.tril())
+
+
+def test_the_mean_leaves_the_statistics_as_they_were():
     statistics = collected([correlated_inputs(64, 300, 0, torch.float32)])
-    apart = hessian.hessian(statistics)
-    full = statistics.sum.tril() + statistics.sum.tril(-1).T
-    assert torch.equal(apart, full / 64)
-    assert hessian.hessian(statistics, out=statistics.sum) is statistics.sum
-    assert torch.equal(statistics.sum, apart)
+    before = statistics.sum.clone()
+    mean = hessian.hessian(statistics)
+    full = before.tril() + before.tril(-1).T
+    assert torch.equal(mean, full / 64)
+    assert torch.equal(statistics.sum.tril(), before.tril())

@@ -1,24 +1,13 @@
-from dataclasses import replace
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hessquant.models.source import resolve
 from hessquant.place import Place
 
 
 @pytest.fixture
 def place(accelerator):
     return Place(accelerator.device, torch.float32)
-
-
-@pytest.fixture
-def on_accelerator(place, monkeypatch):
-    """From here on every model runs on the accelerator."""
-    monkeypatch.setattr(
-        "hessquant.pipeline.planning.resolve", lambda name, **given: replace(resolve(name, **given), place=place)
-    )
 
 
 @pytest.fixture

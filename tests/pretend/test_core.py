@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.problems import correlated_inputs, random_layer
 
+from hessquant.capture.stops import stops_of
 from hessquant.config import Config
 from hessquant.core import hessian, obq
 from hessquant.core.experts import shrink
@@ -14,7 +15,8 @@ from hessquant.core.grid import min_max
 from hessquant.core.hessian import HessianStatistics, first_token_weights
 from hessquant.errors import NonFiniteError
 from hessquant.kernels.dispatch import solve
-from hessquant.records import GridSpec
+from hessquant.records import GridSpec, Location, Target
+from hessquant.run.solve import TargetSolver
 
 CONFIGS = {
     "default": Config(bits=3, group_size=16),
@@ -114,3 +116,19 @@ def test_the_textbook_algorithms_run_there_too(accelerator):
     for algorithm in (obq.gptq_reference, obq.obq):
         here = algorithm(weight, matrix, min_max(weight, spec))
         assert_same(algorithm(*there, min_max(there[0], spec)), here, accelerator.device)
+
+
+def test_experts_that_no_token_reached_are_rounded_where_they_are(accelerator):
+    targets = [
+        Target(f"e{n}", (Location("m.w", 8, n, stacked=True),), 0, 8, 16, GridSpec(4, 8), False, f"e{n}")
+        for n in range(2)
+    ]
+    weights = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0))
+    solved = []
+    for place in (weights.device, accelerator.device):
+        parameters = {"m.w": weights.to(place, copy=True)}
+        solver = TargetSolver(targets, parameters, Config(), lambda _: None)
+        solver.quantize(stops_of(targets)[0], {})
+        assert parameters["m.w"].device == solver.quantized["e1"].codes.device
+        solved.append(parameters["m.w"].cpu())
+    assert torch.equal(*solved)

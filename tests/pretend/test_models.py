@@ -36,7 +36,9 @@ def test_a_model_that_is_moved_there_gives_the_same_logits(name, accelerator):
 
 def streamed(directory, place):
     with CheckpointReader(Path(directory)) as reader:
-        model = StreamedModel(ModelSource("tiny", Path(directory), place=place), dict(reader.tensors), reader.read)
+        model = StreamedModel(
+            ModelSource("tiny", Path(directory), device=place.device), dict(reader.tensors), reader.read
+        )
         model.load(list(model.model.state_dict()))
     return model.model
 

@@ -21,6 +21,7 @@ SETTINGS = {
     "refinement_rounds": 0,
     "max_unquantized": 1.0,
     "format": "compressed-tensors",
+    "forward_dtype": "float32",
 }
 
 CASES = {
@@ -49,7 +50,6 @@ def compare(tmp_path, request):
     def compare(model, calibration=None, **settings):
         here = quantize(model, tmp_path / "here", calibration, **settings)
         accelerator = request.getfixturevalue("accelerator")
-        request.getfixturevalue("on_accelerator")
         before = accelerator.memory_allocated()
         accelerator.reset_peak_memory_stats()
         there = quantize(model, tmp_path / "there", calibration, **settings)
@@ -84,7 +84,7 @@ def test_so_does_one_of_a_model_without_a_row_of_blocks(class_name, compare, tmp
     assert len(report.layers) > 0
 
 
-def test_a_run_that_stopped_goes_on_there_to_the_same_bytes(make_model, on_accelerator, tmp_path, monkeypatch):
+def test_a_run_that_stopped_goes_on_there_to_the_same_bytes(make_model, accelerator, tmp_path, monkeypatch):
     model = make_model(LlamaConfig(**TINY))
     quantize(model, tmp_path / "whole")
 
@@ -111,7 +111,7 @@ def waits_of(accelerator, model, out, calibration):
     return dict(accelerator.waits)
 
 
-def test_neither_tokens_nor_columns_make_the_host_wait_more(make_model, on_accelerator, accelerator, tmp_path):
+def test_neither_tokens_nor_columns_make_the_host_wait_more(make_model, accelerator, tmp_path):
     model = make_model(LLAMA)
     usual = waits_of(accelerator, model, tmp_path / "usual", [tokens(4, 16)])
     assert usual == waits_of(accelerator, model, tmp_path / "longer", [tokens(4, 48)])
@@ -119,7 +119,7 @@ def test_neither_tokens_nor_columns_make_the_host_wait_more(make_model, on_accel
     assert usual == waits_of(accelerator, wider, tmp_path / "wider", [tokens(4, 16)])
 
 
-def test_a_batch_makes_the_host_wait_a_few_times(make_model, on_accelerator, accelerator, tmp_path, monkeypatch):
+def test_a_batch_makes_the_host_wait_a_few_times(make_model, accelerator, tmp_path, monkeypatch):
     monkeypatch.setattr("hessquant.pipeline.quantizing.TOKENS_PER_BATCH", 16)
     model = make_model(LLAMA)
     four, eight = (
@@ -129,7 +129,7 @@ def test_a_batch_makes_the_host_wait_a_few_times(make_model, on_accelerator, acc
     assert eight - four <= 4 * 11
 
 
-def test_a_run_leaves_nothing_there(make_model, on_accelerator, accelerator, tmp_path):
+def test_a_run_leaves_nothing_there(make_model, accelerator, tmp_path):
     model = make_model(LLAMA)
     gc.collect()
     before = accelerator.memory_allocated()

@@ -107,7 +107,7 @@ def test_an_expert_is_solved_with_its_own_hessian_and_the_pools():
     tokens, config = [8, 0, 50], Config()
     solver, _, stack = solved(tokens, config)
     first, last = (statistics_of(correlated_inputs(tokens[number], 32, number).float()) for number in (0, 2))
-    pool = pooled([first, last], 32)
+    pool = pooled([first, last], 32, stack)
     for number, own in enumerate((first, None, last)):
         mean, _ = shrink(own, pool)
         factor = factorize(mean, damping=0.01, order=config.order, group_width=32, dtype=torch.float32)

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from hessquant.capture.prelude import Tokens
 from hessquant.capture.segments import B, Segment
 from hessquant.capture.stops import InputGroup, Key, Stop
-from hessquant.core import hessian
-from hessquant.core.hessian import HessianStatistics, first_token_weights
+from hessquant.core.hessian import HessianAccumulator, HessianStatistics, first_token_weights
 from hessquant.errors import CaptureError, NonFiniteError
 from hessquant.models.experts import through_every_expert
 from hessquant.models.watch import Product, Watch
 
-QuantizeStop = Callable[[Stop, Mapping[str, HessianStatistics]], None]
-"""Quantizes a stop's members in place, given the statistics of each group's inputs by its leader."""
+QuantizeStop = Callable[[Stop, dict[str, HessianStatistics]], None]
+"""Quantizes a stop's members in place, given the statistics of each group's inputs by its leader. They are given up: a
+group's are taken out once its mean Hessian is made, since both do not fit where one is large."""
 
 
 class Collector:
@@ -48,7 +48,7 @@ class Collector:
                 for parameter, piece in group.keys:
                     self._stop_of[parameter] = stop
                     self._group_of[parameter, piece] = group
-        self._statistics: dict[str, HessianStatistics] = {}
+        self._accumulators: dict[str, HessianAccumulator] = {}
         self._module_calls: dict[tuple[object, str], tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self._modules: dict[str, nn.Module] = {}
 
@@ -126,12 +126,9 @@ class Collector:
             if product.piece is None:
                 # Where all matrices of a stack are multiplied at once, tokens of other experts are rows of zeros.
                 rows = rows[rows.any(dim=1)]
-            statistics = self._statistics.get(group.leader) or HessianStatistics.empty(
-                rows.shape[1], torch.promote_types(rows.dtype, torch.float32), rows.device
-            )
-            weights = weights_for(inputs, batch) if group.weighted else None
+            accumulator = self._accumulators.setdefault(group.leader, HessianAccumulator())
             try:
-                self._statistics[group.leader] = hessian.add(statistics, rows, weights, out=statistics.sum)
+                accumulator.add(rows, weights_for(inputs, batch) if group.weighted else None)
             except NonFiniteError as error:
                 raise _named(error, group.leader, rows, batch) from error
 
@@ -142,7 +139,8 @@ class Collector:
             CaptureError: If no batch has reached it.
         """
         leaders = [group.leader for group in stop.groups]
-        reached = {leader: self._statistics.pop(leader) for leader in leaders if leader in self._statistics}
+        sums = {leader: self._accumulators.pop(leader).take() for leader in leaders if leader in self._accumulators}
+        reached = {leader: statistics for leader, statistics in sums.items() if statistics is not None}
         if not stop.may_be_skipped and (not reached or (len(reached) < len(leaders) and not stop.module)):
             raise CaptureError(f"no calibration token reached {stop.leader}; the forward pass did not go as planned")
         self.quantized.add(stop.leader)

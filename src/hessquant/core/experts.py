@@ -17,14 +17,17 @@ PRIOR_TOKENS_PER_COLUMN = 0.5
 """k per input. Between 0.25 and 1 the error on held-out tokens hardly depends on it, from 8 tokens to 16 per input."""
 
 
-def pooled(statistics: Sequence[HessianStatistics], columns: int) -> HessianStatistics:
+def pooled(statistics: Sequence[HessianStatistics], columns: int, like: Tensor) -> HessianStatistics:
     """Statistics of the inputs of all experts together; of no tokens if there are none.
 
     Args:
         statistics: Of each expert that was reached.
         columns: Inputs.
+        like: The experts' weights: statistics of no tokens are beside them, in float32 or a wider dtype of theirs.
     """
-    return reduce(merge, statistics) if statistics else HessianStatistics.empty(columns)
+    if statistics:
+        return reduce(merge, statistics)
+    return HessianStatistics.empty(columns, torch.promote_types(like.dtype, torch.float32), like.device)
 
 
 def shrink(own: HessianStatistics | None, pool: HessianStatistics) -> tuple[Tensor, float]:

@@ -6,6 +6,7 @@ M = flip(cholesky(flip(H)))^T. The ratios M_jk / M_jj are GPTQ's compensation co
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -30,7 +31,8 @@ class Factor:
     """H + lambda I = M^T M, columns in visiting order.
 
     Attributes:
-        lower: M, [columns, columns], float64 or float32, lower triangular, positive diagonal.
+        lower: M, [columns, columns], float64 or float32, lower triangular, positive diagonal. 8 columns^2 bytes in
+            either dtype.
         diagonal: M's diagonal in float64, whatever `lower` is in.
         order: int64 [columns]: `order[k]` is the column visited k-th.
         damping_used: Damping that the factorisation succeeded with, as a fraction of the mean live diagonal.
@@ -45,21 +47,21 @@ class Factor:
     attempts: int
     dead: Tensor
 
-    def damp(self, hessian: Tensor) -> Tensor:
-        """The Hessian with what this factor was damped with, and with dead columns as it took them."""
-        damped = hessian.clone()
-        added = self.damping_used + self.dead.to(hessian.dtype)
-        damped.diagonal().add_(_live_mean(hessian.diagonal(), self.dead) * added)
-        return damped
+    @cached_property
+    def live(self) -> Tensor:
+        """int64: the columns that are not dead, in their own order."""
+        return (~self.dead).nonzero().flatten()
 
-    @property
+    @cached_property
     def importance(self) -> Tensor:
         """M_jj^2 of each column in the columns' own order, [columns], float64; a dead column's is the live mean."""
         squares = torch.empty_like(self.diagonal)
         squares[self.order] = self.diagonal**2
-        if not bool(self.dead.all()):
-            squares[self.dead] = squares[~self.dead].mean()
-        return squares
+        return torch.where(self.dead, squares[self.live].mean(), squares) if len(self.live) else squares
+
+    def added_to(self, diagonal: Tensor) -> Tensor:
+        """What damping and the substitute for dead columns add to the Hessian's diagonal, [columns], in its dtype."""
+        return _live_mean(diagonal, self.live) * (self.damping_used + self.dead.to(diagonal.dtype))
 
 
 def column_order(diagonal: Tensor, order: Order, group_width: int) -> Tensor:
@@ -105,8 +107,7 @@ def factorize(
         damping: Fraction of the mean live diagonal to add to the diagonal.
         order: Order in which columns are visited.
         group_width: Columns per group, for the order "group".
-        dtype: What M is given in: float64, or float32 for weights that are swept in it, at 4 columns^2 bytes more
-            while it is made and half the bytes from then on.
+        dtype: What M is given in: float64, or float32 for weights that are swept in it, in the same place.
 
     Raises:
         NonFiniteError: If H holds NaN or Inf: inputs were not finite, and damping cannot help.
@@ -117,12 +118,13 @@ def factorize(
     >>> torch.allclose(m.T @ m, h), round(float(m[1, 0] / m[1, 1]), 4)
     (True, 0.6667)
     """
-    if not all(math.isfinite(float(extreme)) for extreme in hessian.aminmax()):
+    # Whatever is not finite shows in the extremes; both are read at once.
+    if not all(map(math.isfinite, torch.stack(hessian.aminmax()).tolist())):
         channel = int((~torch.isfinite(hessian)).nonzero()[0][0])
         raise NonFiniteError(f"the Hessian is not finite at channel {channel}: an input was NaN or Inf")
     diagonal = hessian.diagonal().double()
     dead = diagonal == 0
-    live_mean = _live_mean(diagonal, dead)
+    live_mean = _live_mean(diagonal, (~dead).nonzero().flatten())
     visit = column_order(diagonal, order, group_width)
     backwards = visit.flip(0)
     undamped = (diagonal + dead.double() * live_mean)[backwards]
@@ -132,7 +134,7 @@ def factorize(
         lower = _cholesky(_gathered(hessian, backwards), undamped + wanted * live_mean)
         if lower is not None:
             pivots = lower.diagonal().clone()
-            return Factor(lower.to(dtype), pivots, visit, wanted, attempts, dead)
+            return Factor(_narrowed(lower, dtype), pivots, visit, wanted, attempts, dead)
         if wanted >= LARGEST_DAMPING:
             raise FactorizationError(
                 f"the Hessian of {len(hessian)} inputs cannot be factored even with damping {wanted:g}: it is not a "
@@ -141,9 +143,9 @@ def factorize(
         wanted = min(max(10 * wanted, _FIRST_RETRY), LARGEST_DAMPING)
 
 
-def _live_mean(diagonal: Tensor, dead: Tensor) -> float:
+def _live_mean(diagonal: Tensor, live: Tensor) -> float:
     """Mean of the diagonal's live elements; 1 if there are none."""
-    return float(diagonal[~dead].mean()) if not bool(dead.all()) else 1.0
+    return float(diagonal[live].mean()) if len(live) else 1.0
 
 
 def _gathered(hessian: Tensor, visit: Tensor) -> Tensor:
@@ -169,10 +171,8 @@ def _cholesky(reversed_hessian: Tensor, diagonal: Tensor) -> Tensor | None:
     upper = reversed_hessian.T
     info = torch.empty((), dtype=torch.int32, device=upper.device)
     torch.linalg.cholesky_ex(upper, upper=True, out=(upper, info))
-    if int(info) != 0:
-        return None
     noise = torch.finfo(upper.dtype).eps * len(upper) * diagonal.max()
-    if bool((upper.diagonal() ** 2).min() <= noise):
+    if bool((info != 0) | ((upper.diagonal() ** 2).min() <= noise)):
         return None
     _turn_around(reversed_hessian.view(-1))
     return upper
@@ -186,6 +186,23 @@ def _turn_around(values: Tensor) -> None:
         kept = first.flip(0)
         first.copy_(last.flip(0))
         last.copy_(kept)
+
+
+def _narrowed(lower: Tensor, dtype: torch.dtype) -> Tensor:
+    """M in another dtype, in the place of M itself: in the front half of its memory, where that is float32.
+
+    Args:
+        lower: [columns, columns], float64, all of its memory and column by column; not to be used any more.
+        dtype: float64 or float32.
+    """
+    if dtype == lower.dtype:
+        return lower
+    values = lower.T.view(-1)
+    narrow = values.view(dtype)
+    for start in range(0, len(values), _CHUNK):
+        chunk = values[start : start + _CHUNK].to(dtype)
+        narrow[start : start + len(chunk)] = chunk
+    return narrow[: len(values)].view(lower.shape).T
 
 
 def effective_rank(factor: Factor, hessian: Tensor) -> int:
@@ -207,7 +224,6 @@ def effective_rank(factor: Factor, hessian: Tensor) -> int:
     >>> effective_rank(factorize(alike, damping=1e-3, order="natural", group_width=3), alike)
     2
     """
-    live = ~factor.dead
-    mean = _live_mean(hessian.diagonal().double(), factor.dead)
-    own = factor.importance[live] - mean * factor.damping_used
+    mean = _live_mean(hessian.diagonal().double(), factor.live)
+    own = factor.importance[factor.live] - mean * factor.damping_used
     return int((own > _NOTICEABLE * mean).sum())

@@ -32,6 +32,7 @@ from hessquant.core.grid import (
 from hessquant.core.hessian import first_non_finite
 from hessquant.core.objective import expected_sweep_loss, loss_per_row, order_free_floor
 from hessquant.core.refine import descend
+from hessquant.core.working import WorkingHessian
 from hessquant.errors import NonFiniteError
 from hessquant.records import GridSpec
 
@@ -91,38 +92,48 @@ def solve(
     if place is not None:
         raise NonFiniteError(f"weight at row {place[0]}, column {place[1]} is {float(weight[place])}", place)
     weight = weight if weight.dtype == torch.float64 else weight.float()
-    # In float32 a Hessian of any scale must neither overflow nor vanish; a power of two changes no digit.
-    unit = 2.0 ** math.frexp(float(hessian.diagonal().double().mean()))[1]
-    hessian = (hessian / unit).to(weight.dtype)
+    working = WorkingHessian.of(hessian, weight.dtype)
+    swept = _swept(weight, working, factor, spec, config, kernels)
+    swept_loss = loss_per_row(weight - swept.dequantize(weight.dtype), working)
+    nearest_grid = min_max(weight, spec)
+    nearest = QuantizedWeight(encode(weight, nearest_grid), nearest_grid)
+    nearest_loss = loss_per_row(weight - nearest.dequantize(weight.dtype), working)
+    # With clamping the sweep can lose; "not better" also covers a row that overflowed.
+    worse = ~(swept_loss <= nearest_loss)
+    per_row = (torch.where(worse, nearest_loss, swept_loss), nearest_loss, loss_per_row(weight, working), worse)
+    # Read at once: each reading waits for all that was asked of an accelerator before.
+    loss, rtn_loss, output_energy, fallback_rows = torch.stack([of.double().sum() for of in per_row]).tolist()
+    if not math.isfinite(loss):
+        raise NonFiniteError(f"the loss is {loss}: weights of up to {float(weight.abs().max()):.3g} overflow")
+    zero_groups, tiny_groups = count_degenerate(weight, spec)
+    return Solution(
+        weight=_take_rows(swept, nearest, worse),
+        loss=working.unit * loss,
+        rtn_loss=working.unit * rtn_loss,
+        output_energy=working.unit * output_energy,
+        expected_loss=expected_sweep_loss(swept.grid, factor),
+        floor=order_free_floor(swept.grid, factor),
+        fallback_rows=int(fallback_rows),
+        zero_groups=zero_groups,
+        tiny_groups=tiny_groups,
+    )
+
+
+def _swept(
+    weight: Tensor, hessian: WorkingHessian, factor: Factor, spec: GridSpec, config: Config, kernels: Kernels
+) -> QuantizedWeight:
+    """The weight after the sweep and its refinement."""
     if config.scales == "static":
         grid = fit_grid(weight, _relative_importance(factor, weight.dtype), spec, config, kernels)
         codes = sweep(weight, factor, grid, block_size=config.block_size, kernel=kernels.sweep_block)
         swept = QuantizedWeight(codes, grid)
     else:
         swept = dynamic_sweep(weight, factor, spec, config, kernels)
-    for _ in range(config.refinement_rounds):
-        swept = descend(weight, swept, factor.damp(hessian), block_size=config.block_size, kernel=kernels.sweep_block)
-    swept_loss = loss_per_row(weight - swept.dequantize(weight.dtype), hessian)
-    nearest_grid = min_max(weight, spec)
-    nearest = QuantizedWeight(encode(weight, nearest_grid), nearest_grid)
-    nearest_loss = loss_per_row(weight - nearest.dequantize(weight.dtype), hessian)
-    # With clamping the sweep can lose; "not better" also covers a row that overflowed.
-    worse = ~(swept_loss <= nearest_loss)
-    loss = float(torch.where(worse, nearest_loss, swept_loss).double().sum())
-    if not math.isfinite(loss):
-        raise NonFiniteError(f"the loss is {loss}: weights of up to {float(weight.abs().max()):.3g} overflow")
-    zero_groups, tiny_groups = count_degenerate(weight, spec)
-    return Solution(
-        weight=_take_rows(swept, nearest, worse),
-        loss=unit * loss,
-        rtn_loss=unit * float(nearest_loss.double().sum()),
-        output_energy=unit * float(loss_per_row(weight, hessian).double().sum()),
-        expected_loss=expected_sweep_loss(swept.grid, factor),
-        floor=order_free_floor(swept.grid, factor),
-        fallback_rows=int(worse.sum()),
-        zero_groups=zero_groups,
-        tiny_groups=tiny_groups,
-    )
+    if config.refinement_rounds:
+        damped = hessian.damped(factor)
+        for _ in range(config.refinement_rounds):
+            swept = descend(weight, swept, damped, block_size=config.block_size, kernel=kernels.sweep_block)
+    return swept
 
 
 def fit_grid(weight: Tensor, importance: Tensor, spec: GridSpec, config: Config, kernels: Kernels) -> Grid:
@@ -182,12 +193,12 @@ def dynamic_sweep(weight: Tensor, factor: Factor, spec: GridSpec, config: Config
     codes = torch.empty(weight.shape[::-1], dtype=torch.uint8, device=weight.device)
     scales = torch.empty(len(order) // width, len(weight), dtype=scale_dtype(spec), device=weight.device)
     zeros = torch.empty_like(scales, dtype=torch.uint8)
-    for start in range(0, len(order), width):
+    groups = (order[::width] // width).tolist()
+    for index, start in zip(groups, range(0, len(order), width), strict=True):
         members = slice(start, start + width)
         carried = lower[members, :start] @ errors[:start]
         seen = visited[members] + torch.linalg.solve_triangular(lower[members, members], carried, upper=False)
         grid = fit_grid(seen.T, importance[members], one_group, config, kernels)
-        index = int(order[start]) // width
         scales[index], zeros[index] = grid.scales[:, 0], grid.zeros[:, 0]
         for first in range(start, start + width, config.block_size):
             block = slice(first, min(first + config.block_size, start + width))

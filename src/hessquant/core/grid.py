@@ -5,6 +5,7 @@ s * (c - z). Symmetric grids fix z at mid-range. Scales are rounded to the dtype
 weight is rounded, so that the sweep compensates for that rounding as well.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -143,7 +144,8 @@ def count_degenerate(weight: Tensor, spec: GridSpec) -> tuple[int, int]:
     """
     span = _span(*group_range(weight, spec), spec)
     tiny = (span / spec.top < smallest_scale(scale_dtype(spec))) & (span > 0)
-    return int((span == 0).sum()), int(tiny.sum())
+    zero, too_small = torch.stack([(span == 0).sum(), tiny.sum()]).tolist()
+    return zero, too_small
 
 
 def _span(low: Tensor, high: Tensor, spec: GridSpec) -> Tensor:
@@ -159,22 +161,39 @@ def affine(low: Tensor, high: Tensor, spec: GridSpec) -> tuple[Tensor, Tensor]:
     Raises:
         GridError: If a scale overflows the stored dtype.
     """
-    span = _span(low, high, spec)
-    raw, dtype = span / spec.top, scale_dtype(spec)
-    scales = raw.clamp(min=smallest_scale(dtype)).to(dtype)
-    scales = torch.where(span == 0, torch.ones_like(scales), scales)
+    scales, zeros = _rounded_affine(low, high, spec)
     if not bool(torch.isfinite(scales).all()):
         raise GridError(
-            f"a scale of {float(raw.max()):.3g} does not fit {dtype}; the weights reach "
-            f"{float(torch.maximum(low.abs(), high.abs()).max()):.3g}: check the source checkpoint"
+            f"a scale of {float((_span(low, high, spec) / spec.top).max()):.3g} does not fit {scales.dtype}; the "
+            f"weights reach {float(torch.maximum(low.abs(), high.abs()).max()):.3g}: check the source checkpoint"
         )
-    if spec.symmetric:
-        zeros = torch.full_like(scales, spec.middle, dtype=torch.uint8)
-    else:
-        zeros = torch.round(-low / scales.to(low.dtype)).clamp(0, spec.top)
-        # Any zero stands for a group of zeros; 0 itself is the one that some formats cannot store.
-        zeros = torch.where(span == 0, spec.middle, zeros).to(torch.uint8)
     return scales, zeros
+
+
+def candidates(
+    low: Tensor, high: Tensor, spec: GridSpec, factors: tuple[float, ...]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """`affine` of the range times each factor, all checked by the widest before the first.
+
+    Raises:
+        GridError: If a scale overflows the stored dtype.
+    """
+    for factor in sorted({factors[0], max(factors)}):
+        affine(low * factor, high * factor, spec)
+    for factor in factors:
+        yield _rounded_affine(low * factor, high * factor, spec)
+
+
+def _rounded_affine(low: Tensor, high: Tensor, spec: GridSpec) -> tuple[Tensor, Tensor]:
+    """`affine`, with infinite scales where they overflow."""
+    span, dtype = _span(low, high, spec), scale_dtype(spec)
+    scales = (span / spec.top).clamp(min=smallest_scale(dtype)).to(dtype)
+    scales = torch.where(span == 0, torch.ones_like(scales), scales)
+    if spec.symmetric:
+        return scales, torch.full_like(scales, spec.middle, dtype=torch.uint8)
+    zeros = torch.round(-low / scales.to(low.dtype)).clamp(0, spec.top)
+    # Any zero stands for a group of zeros; 0 itself is the one that some formats cannot store.
+    return scales, torch.where(span == 0, spec.middle, zeros).to(torch.uint8)
 
 
 def encode(weight: Tensor, grid: Grid) -> Tensor:

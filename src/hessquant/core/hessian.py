@@ -2,6 +2,9 @@
 
 The Hessian of ||W X - Q X||^2 in one row of Q is, up to a factor that cancels, H = sum_n s_n x_n x_n^T, the same for
 every row. Sums are kept raw and divided once, so batches, processes and machines give one H up to rounding.
+
+Statistics are values, and no function here overwrites one. A collection of many batches adds to one sum in its place,
+the accumulator's, which becomes statistics when it is complete.
 """
 
 from dataclasses import dataclass
@@ -38,21 +41,13 @@ class HessianStatistics:
         return cls(torch.zeros(columns, columns, dtype=dtype, device=device))
 
 
-def add(
-    statistics: HessianStatistics,
-    inputs: Tensor,
-    token_weights: Tensor | None = None,
-    *,
-    out: Tensor | None = None,
-) -> HessianStatistics:
+def add(statistics: HessianStatistics, inputs: Tensor, token_weights: Tensor | None = None) -> HessianStatistics:
     """Statistics with more tokens.
 
     Args:
         statistics: What was seen so far.
         inputs: [tokens, columns] floating; taken to the statistics' dtype.
         token_weights: [tokens], non-negative; all ones when None.
-        out: [columns, columns], takes the new sum in place of a new tensor; `statistics.sum` itself saves a copy, where
-            the old statistics are not needed any more.
 
     Raises:
         NonFiniteError: If an input is NaN or Inf; the message names its token and channel.
@@ -62,16 +57,61 @@ def add(
     >>> hessian(s).tolist(), s.token_count
     ([[0.5, 1.0], [1.0, 2.5]], 2)
     """
+    total = torch.empty_like(statistics.sum)
+    weight_sum = _add_products(statistics.sum, inputs, token_weights, total)
+    return HessianStatistics(total, statistics.weight_sum + weight_sum, statistics.token_count + len(inputs))
+
+
+class HessianAccumulator:
+    """Adds tokens to one sum in its place, which nobody else sees until it is given up.
+
+    The sum follows the first inputs: on their device, in float32 or, if they are float64, in float64.
+    """
+
+    def __init__(self) -> None:
+        self._sum: Tensor | None = None
+        self._weight_sum, self._token_count = 0.0, 0
+
+    def add(self, inputs: Tensor, token_weights: Tensor | None = None) -> None:
+        """More tokens; as `hessquant.core.hessian.add`.
+
+        Raises:
+            NonFiniteError: If an input is NaN or Inf; the message names its token and channel.
+        """
+        if self._sum is None:
+            columns, dtype = inputs.shape[1], torch.promote_types(inputs.dtype, torch.float32)
+            self._sum = torch.zeros(columns, columns, dtype=dtype, device=inputs.device)
+        self._weight_sum += _add_products(self._sum, inputs, token_weights, self._sum)
+        self._token_count += len(inputs)
+
+    def take(self) -> HessianStatistics | None:
+        """Give up what was seen, and see nothing of it any more: the next tokens begin another sum.
+
+        Returns:
+            None if nothing was added.
+        """
+        total, weight_sum, token_count = self._sum, self._weight_sum, self._token_count
+        self._sum, self._weight_sum, self._token_count = None, 0.0, 0
+        return None if total is None else HessianStatistics(total, weight_sum, token_count)
+
+
+def _add_products(total: Tensor, inputs: Tensor, token_weights: Tensor | None, out: Tensor) -> float:
+    """Write `total` and the tokens' products to the lower triangle of `out`, which may be `total`.
+
+    Returns:
+        Sum of the tokens' weights.
+
+    Raises:
+        NonFiniteError: If an input is NaN or Inf.
+    """
     place = first_non_finite(inputs)
     if place is not None:
         raise NonFiniteError(f"input of token {place[0]}, channel {place[1]} is {float(inputs[place])}", place)
-    left = inputs.to(statistics.sum.dtype)
+    left = inputs.to(total.dtype)
     right = left if token_weights is None else left * token_weights.to(left.dtype).unsqueeze(1)
-    total = torch.empty_like(statistics.sum) if out is None else out
     for rows, columns in lower_tiles(0, len(total)):
-        torch.addmm(statistics.sum[rows, columns], left[:, rows].T, right[:, columns], out=total[rows, columns])
-    weight_sum = float(len(inputs)) if token_weights is None else float(token_weights.double().sum())
-    return HessianStatistics(total, statistics.weight_sum + weight_sum, statistics.token_count + len(inputs))
+        torch.addmm(total[rows, columns], left[:, rows].T, right[:, columns], out=out[rows, columns])
+    return float(len(inputs)) if token_weights is None else float(token_weights.double().sum())
 
 
 def first_token_weights(windows: int, length: int, device: torch.device | None = None) -> Tensor:
@@ -115,16 +155,9 @@ def merge(first: HessianStatistics, second: HessianStatistics) -> HessianStatist
     )
 
 
-def hessian(statistics: HessianStatistics, *, out: Tensor | None = None) -> Tensor:
-    """The mean H = sum_n s_n x_n x_n^T / sum_n s_n, [columns, columns], exactly symmetric; zeros for no tokens.
-
-    Args:
-        statistics: Of the tokens.
-        out: [columns, columns], takes H in place of a new tensor; `statistics.sum` itself saves a copy, where the
-            statistics are not needed any more.
-    """
-    full = torch.empty_like(statistics.sum) if out is None else out
-    full.copy_(statistics.sum)
+def hessian(statistics: HessianStatistics) -> Tensor:
+    """The mean H = sum_n s_n x_n x_n^T / sum_n s_n, [columns, columns], exactly symmetric; zeros for no tokens."""
+    full = statistics.sum.clone()
     for rows, columns in lower_tiles(0, len(full)):
         tile = full[rows, columns]
         if rows == columns:

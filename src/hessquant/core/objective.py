@@ -13,12 +13,13 @@ from torch import Tensor
 from hessquant.core.factor import Factor
 from hessquant.core.grid import Grid
 from hessquant.core.hessian import lower_tiles
+from hessquant.core.working import WorkingHessian
 
 _CHUNK = 1 << 20
 """Weights whose scales are looked at one by one at a time."""
 
 
-def loss_per_row(error: Tensor, hessian: Tensor) -> Tensor:
+def loss_per_row(error: Tensor, hessian: Tensor | WorkingHessian) -> Tensor:
     """e_r H e_r^T for every row.
 
     Args:
@@ -50,9 +51,9 @@ def loss(error: Tensor, hessian: Tensor) -> float:
 
 def expected_sweep_loss(grid: Grid, factor: Factor) -> float:
     """Expected loss of the sweep: sum_j s_j^2 / 12 * M_jj^2 (Babai's nearest plane, arXiv 2507.18553)."""
-    live = ~factor.dead
     per_group = (grid.scales.double() ** 2).sum(0) / 12
-    return float((per_group.repeat_interleave(grid.spec.width(len(live))) * factor.importance)[live].sum())
+    per_column = per_group.repeat_interleave(grid.spec.width(len(factor.dead)))
+    return float((per_column * factor.importance)[factor.live].sum())
 
 
 def order_free_floor(grid: Grid, factor: Factor) -> float:
@@ -61,14 +62,15 @@ def order_free_floor(grid: Grid, factor: Factor) -> float:
     The product of the s_j^2 M_jj^2 is a determinant and does not depend on the order; their sum is least when all are
     equal (arithmetic and geometric mean): columns * (prod_j s_j^2 M_jj^2)^(1/columns) / 12, summed over rows.
     """
-    live = ~factor.dead
-    if not bool(live.any()):
+    live, columns = factor.live, len(factor.dead)
+    if not len(live):
         return 0.0
     log_importance = factor.importance[live].log().mean()
     # In chunks of rows: a float64 per weight would be more than all else that a solve takes.
-    height = max(1, _CHUNK // len(live))
+    height = max(1, _CHUNK // columns)
+    width = grid.spec.width(columns)
     means = [
-        grid.scales[row : row + height].double().repeat_interleave(grid.spec.width(len(live)), 1)[:, live].log().mean(1)
+        grid.scales[row : row + height].double().repeat_interleave(width, 1)[:, live].log().mean(1)
         for row in range(0, len(grid.scales), height)
     ]
-    return float(live.sum() * torch.exp(2 * torch.cat(means) + log_importance).sum() / 12)
+    return float(len(live) * torch.exp(2 * torch.cat(means) + log_importance).sum() / 12)

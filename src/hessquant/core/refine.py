@@ -10,10 +10,19 @@ import torch
 from torch import Tensor
 
 from hessquant.core.grid import Grid, QuantizedWeight, SweepKernel
+from hessquant.core.working import WorkingHessian
+
+_STRIP = 4096
+"""Rows of the Hessian that are made at once, where they are made."""
 
 
 def descend(
-    weight: Tensor, quantized: QuantizedWeight, hessian: Tensor, *, block_size: int, kernel: SweepKernel
+    weight: Tensor,
+    quantized: QuantizedWeight,
+    hessian: Tensor | WorkingHessian,
+    *,
+    block_size: int,
+    kernel: SweepKernel,
 ) -> QuantizedWeight:
     """One round over all groups.
 
@@ -38,19 +47,21 @@ def descend(
     codes = quantized.codes.T.clone(memory_format=torch.contiguous_format)
     scales = grid.scales.T.clone(memory_format=torch.contiguous_format)
     zeros = grid.zeros.T.to(weight.dtype).contiguous()
-    step = width * max(1, block_size // width)
+    step, everything = width * max(1, block_size // width), slice(0, len(columns))
     for start in range(0, len(columns), step):
         # H e for the block's columns; kept up to date as they change.
         block = slice(start, min(start + step, len(columns)))
-        sums = hessian[block] @ errors
+        sums = _product(hessian, block, everything, errors)
         for first in range(start, block.stop, width):
             group = slice(first, first + width)
             index, here = first // width, slice(first - start, first - start + width)
             steps = codes[group].to(weight.dtype) - zeros[index]
-            scales[index], change = _best_scale(scales[index], steps, sums[here], hessian[group, group])
-            moved = -change * steps
+            scales[index], change = _best_scale(
+                scales[index], steps, sums[here], _product(hessian, group, group, steps)
+            )
+            moved = steps.mul_(-change)
             errors[group] += moved
-            sums += hessian[block, group] @ moved
+            sums += _product(hessian, block, group, moved)
             for begin in range(first, group.stop, block_size):
                 piece = slice(begin, min(begin + block_size, group.stop))
                 within, old = hessian[piece, piece].contiguous(), errors[piece].clone()
@@ -66,21 +77,30 @@ def descend(
                     grid.spec.top,
                 )
                 rest = slice(piece.stop, block.stop)
-                sums[piece.stop - start :] += hessian[rest, piece] @ (errors[piece] - old)
+                sums[piece.stop - start :] += _product(hessian, rest, piece, errors[piece] - old)
     return QuantizedWeight(codes.T.contiguous(), Grid(grid.spec, scales.T.contiguous(), grid.zeros))
 
 
-def _best_scale(scale: Tensor, steps: Tensor, sums: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor]:
+def _product(hessian: Tensor | WorkingHessian, rows: slice, columns: slice, right: Tensor) -> Tensor:
+    """H[rows, columns] @ right, in strips of H's rows."""
+    product = right.new_empty(rows.stop - rows.start, right.shape[1])
+    for first in range(rows.start, rows.stop, _STRIP):
+        last = min(first + _STRIP, rows.stop)
+        torch.mm(hessian[first:last, columns], right, out=product[first - rows.start : last - rows.start])
+    return product
+
+
+def _best_scale(scale: Tensor, steps: Tensor, sums: Tensor, products: Tensor) -> tuple[Tensor, Tensor]:
     """One group's new scales, and by how much they changed in the steps' dtype, both [rows].
 
     Args:
         scale: The present ones, in the stored dtype.
         steps: Codes less their zeros, [width, rows].
         sums: H e for the group's columns, [width, rows].
-        hessian: The group's own part, [width, width].
+        products: H times the steps within the group, [width, rows].
     """
     slope = (steps * sums).sum(0)
-    curvature = (steps * (hessian @ steps)).sum(0)
+    curvature = (steps * products).sum(0)
     old = scale.to(steps.dtype)
     candidate = (old + slope / curvature).to(scale.dtype)
     change = candidate.to(steps.dtype) - old

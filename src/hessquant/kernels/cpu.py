@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hessquant.core.grid import affine
+from hessquant.core.grid import candidates
 from hessquant.records import GridSpec
 
 _TILE = 64
@@ -42,9 +42,9 @@ def search_scales(
     members = weight.view(-1, width, weight.shape[1])
     low, high = members.amin(1), members.amax(1)
     # [factors, groups, rows]; candidates are few, so they are made in torch and rounded to the stored dtype there.
-    candidates = [affine(low * factor, high * factor, spec) for factor in factors]
-    scales = torch.stack([scale for scale, _ in candidates])
-    zeros = torch.stack([zero for _, zero in candidates])
+    tried = list(candidates(low, high, spec, factors))
+    scales = torch.stack([scale for scale, _ in tried])
+    zeros = torch.stack([zero for _, zero in tried])
     # Zeros, as in the twin: a group whose every loss is NaN keeps the min-max scale.
     best = torch.zeros(low.shape, dtype=torch.int64)
     with _torch_threads():

@@ -7,7 +7,7 @@ codes agree exactly, not just nearly.
 import torch
 from torch import Tensor
 
-from hessquant.core.grid import affine
+from hessquant.core.grid import affine, candidates
 from hessquant.records import GridSpec
 
 
@@ -64,8 +64,7 @@ def search_scales(
     low, high = members.amin(1), members.amax(1)
     best_loss = torch.full_like(low, torch.inf)
     best_scales, best_zeros = affine(low, high, spec)
-    for factor in factors:
-        scales, zeros = affine(low * factor, high * factor, spec)
+    for scales, zeros in candidates(low, high, spec, factors):
         scale, zero = scales.to(weight.dtype).unsqueeze(1), zeros.to(weight.dtype).unsqueeze(1)
         code = (torch.round(members / scale) + zero).clamp(0, spec.top)
         error = members - scale * (code - zero)

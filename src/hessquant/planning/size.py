@@ -11,6 +11,7 @@ from hessquant.config import LONGEST_DEFAULT_WINDOW, Config
 from hessquant.models.probe import Probe
 from hessquant.place import Place
 from hessquant.planning.patterns import weight_pattern
+from hessquant.planning.work import HESSIAN, work
 from hessquant.records import Remedy, Target
 
 TOKENS_PER_BATCH = 2048
@@ -19,16 +20,7 @@ TOKENS_PER_BATCH = 2048
 LIBRARIES = 380_000_000
 """What the process takes besides: for the imports, and for what kernels and libraries make when they are first used."""
 
-_SUM = 4
-"""Bytes per element of a Hessian: float32."""
-
 _SCALE_BITS = 16
-
-# Bytes per element of a Hessian while it is factored: itself, one float64 matrix, the result in float32; while a weight
-# is solved: itself, the factor, a copy of another scale, and a damped one for the refinement.
-_FACTORED, _SOLVED, _REFINED = 16, 12, 4
-# Bytes per element of the weight that is solved, besides itself; and those of the refinement.
-_OF_WEIGHT, _OF_REFINED_WEIGHT = 12, 4
 
 _LARGEST, _SMALLEST = 40, 26
 """Sizes that are proposed for activations: powers of two from 1 TiB to 64 MiB, and none."""
@@ -128,9 +120,10 @@ def _fixed_bytes(probe: Probe, targets: Sequence[Target], config: Config, place:
         of_block.setdefault(target.block, []).append(target)
     if probe.whole:
         held = element * sum(weights.values()) + _codes(targets)
-        return LIBRARIES + held + max((_statistics(members, config) for members in of_block.values()), default=0)
+        return LIBRARIES + held + max((_statistics(members, config, place) for members in of_block.values()), default=0)
     stages = (
-        element * weights[index] + _codes(members) + _statistics(members, config) for index, members in of_block.items()
+        element * weights[index] + _codes(members) + _statistics(members, config, place)
+        for index, members in of_block.items()
     )
     return LIBRARIES + max(element * outside, *stages)
 
@@ -139,7 +132,7 @@ def _codes(targets: Iterable[Target]) -> int:
     return sum(target.rows * target.columns for target in targets)
 
 
-def _statistics(targets: Sequence[Target], config: Config) -> int:
+def _statistics(targets: Sequence[Target], config: Config, place: Place) -> int:
     """What quantizing the weights of a block takes: the Hessians that are held at once, and the work on one of them.
 
     A stop's Hessian is there from when it is reached until it is solved. Those of a module's experts, and of all that a
@@ -152,23 +145,15 @@ def _statistics(targets: Sequence[Target], config: Config) -> int:
         inputs.setdefault((target.shares_input_with, apart), []).append(target)
     together, stops = 0, Counter[str]()
     for members in inputs.values():
-        hessian = _SUM * members[0].columns ** 2
+        hessian = HESSIAN * members[0].columns ** 2
         if any(target.calls > 1 or target.may_be_skipped for target in members):
             together += hessian
         elif members[0].module:
             stops[members[0].module] += hessian
-    # The experts' own are apart from the mean that is worked on, and so is that of all.
-    pools = max((_SUM * target.columns**2 for target in targets if target.module), default=0)
+    # The experts' own sums are apart from the mean that is worked on, and so is that of all.
+    pools = max((HESSIAN * target.columns**2 for target in targets if target.module), default=0)
     held = together + max(stops.values(), default=0) + pools
-    return held + max((work(target, config.refinement_rounds) for target in targets), default=0)
-
-
-def work(target: Target, refinement_rounds: int) -> int:
-    """What factoring a weight's Hessian takes, or solving the weight, if that is more."""
-    of_hessian = _SOLVED + (_REFINED if refinement_rounds else 0)
-    of_weight = _OF_WEIGHT + (_OF_REFINED_WEIGHT if refinement_rounds else 0)
-    solved = of_hessian * target.columns**2 + of_weight * target.rows * target.columns
-    return max(_FACTORED * target.columns**2, solved)
+    return held + max((work(target, config, place) for target in targets), default=0)
 
 
 def least_bytes(sizes: Sizes, config: Config) -> int:

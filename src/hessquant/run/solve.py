@@ -64,13 +64,13 @@ class TargetSolver:
         self.quantized: dict[str, QuantizedWeight] = {}
         self.records: list[LayerRecord] = []
 
-    def quantize(self, stop: Stop, statistics: Mapping[str, HessianStatistics]) -> None:
+    def quantize(self, stop: Stop, statistics: dict[str, HessianStatistics]) -> None:
         """Quantize a stop's members: by their own inputs and, as far as an expert's are few, by those of all.
 
         Args:
             stop: What to quantize.
             statistics: Of each group's inputs, by its leader; of an expert that no token was routed to there are none.
-                They are given up: a sum may be overwritten by the mean, since both do not fit where one is large.
+                They are given up: each is taken out, and its sum let go, once the mean Hessian is made of it.
 
         Raises:
             NonFiniteError: If a weight or a Hessian is not finite.
@@ -81,20 +81,25 @@ class TargetSolver:
             self._quantize_experts([group.members for group in stop.groups], statistics)
             return
         (group,) = stop.groups
-        seen = statistics[group.leader]
-        self._quantize_alike(group.members, _Inputs(group.leader, hessian(seen, out=seen.sum), seen.token_count))
+        seen = statistics.pop(group.leader)
+        inputs = _Inputs(group.leader, hessian(seen), seen.token_count)
+        del seen
+        self._quantize_alike(group.members, inputs)
 
-    def _quantize_experts(self, groups: Sequence[tuple[str, ...]], statistics: Mapping[str, HessianStatistics]) -> None:
+    def _quantize_experts(self, groups: Sequence[tuple[str, ...]], statistics: dict[str, HessianStatistics]) -> None:
         stacks: dict[str, list[tuple[str, ...]]] = {}
         for members in groups:
             stacks.setdefault(self._targets[members[0]].locations[0].parameter, []).append(members)
         for of_one_stack in stacks.values():
-            reached = [statistics[members[0]] for members in of_one_stack if members[0] in statistics]
-            pool = pooled(reached, self._targets[of_one_stack[0][0]].columns)
+            first = self._targets[of_one_stack[0][0]]
+            reached = (statistics[leader] for leader, *_ in of_one_stack if leader in statistics)
+            pool = pooled(tuple(reached), first.columns, self._parameters[first.locations[0].parameter])
             for members in of_one_stack:
-                own = statistics.get(members[0])
+                own = statistics.pop(members[0], None)
                 mean, share = shrink(own, pool)
-                self._quantize_alike(members, _Inputs(members[0], mean, 0 if own is None else own.token_count, share))
+                inputs = _Inputs(members[0], mean, 0 if own is None else own.token_count, share)
+                del own, mean
+                self._quantize_alike(members, inputs)
 
     def _quantize_alike(self, members: Sequence[str], inputs: _Inputs) -> None:
         """Quantize the targets that share some inputs; one factor serves all that are ordered alike."""
@@ -108,8 +113,9 @@ class TargetSolver:
                     group_width=width,
                     dtype=torch.promote_types(inputs.hessian.dtype, torch.float32),
                 )
+                rank = effective_rank(factor, inputs.hessian)
                 for name in ordered_alike:
-                    self._quantize_one(self._targets[name], inputs, factor)
+                    self._quantize_one(self._targets[name], inputs, factor, rank)
         except (FactorizationError, GridError, NonFiniteError) as error:
             raise type(error)(f"{name}: {error}") from error
 
@@ -121,7 +127,7 @@ class TargetSolver:
             by_width.setdefault(self._targets[ordered_by].grid.width(columns), []).append(name)
         return by_width
 
-    def _quantize_one(self, target: Target, inputs: _Inputs, factor: Factor) -> None:
+    def _quantize_one(self, target: Target, inputs: _Inputs, factor: Factor, rank: int) -> None:
         started = time.perf_counter()
         weight = matrix_at(self._parameters, target)
         kernels = kernels_for(weight.device, weight.numel())
@@ -129,7 +135,7 @@ class TargetSolver:
         put_back(solution.weight, target, self._parameters)
         self.quantized[target.name] = solution.weight
         seconds = time.perf_counter() - started
-        record = _record(target, inputs, factor, solution, self._config.damping, seconds)
+        record = _record(target, inputs, factor, rank, solution, self._config.damping, seconds)
         self.records.append(record)
         self._on_layer(record)
 
@@ -168,9 +174,8 @@ def _rows_of(matrix: Tensor, location: Location) -> Tensor:
 
 
 def _record(
-    target: Target, inputs: _Inputs, factor: Factor, solution: Solution, damping: float, seconds: float
+    target: Target, inputs: _Inputs, factor: Factor, rank: int, solution: Solution, damping: float, seconds: float
 ) -> LayerRecord:
-    rank = effective_rank(factor, inputs.hessian)
     return LayerRecord(
         name=target.name,
         rows=target.rows,
@@ -189,7 +194,7 @@ def _record(
         damping=damping,
         damping_used=factor.damping_used,
         factorizations=factor.attempts,
-        dead_columns=int(factor.dead.sum()),
+        dead_columns=target.columns - len(factor.live),
         fallback_rows=solution.fallback_rows,
         zero_groups=solution.zero_groups,
         tiny_groups=solution.tiny_groups,
