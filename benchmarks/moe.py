@@ -33,9 +33,9 @@ from hessquant.calibration.builtin import builtin_text
 from hessquant.core import experts
 from hessquant.evaluation import Contrast, compare
 from hessquant.models.source import resolve
-from hessquant.pipeline.evaluating import load_model
 from hessquant.records import TokenWindow
 from hessquant.results import RunReport
+from loading import load_model, logits_of
 from rounding import rounded
 
 VOCABULARY, LENGTH, GROUP_SIZE = 1024, 256, 32
@@ -147,18 +147,18 @@ def of_experts(report: RunReport) -> dict[str, float]:
 def measure(arguments: argparse.Namespace, model: Path) -> Iterator[dict]:
     """One row per variant, width and number of calibration windows; each with a figure per seed."""
     evaluation = held_out(model, arguments.evaluation_windows)
-    original = load_model(resolve(str(model)))
+    original = logits_of(load_model(resolve(str(model))), evaluation)
     for bits in arguments.bits:
         if "rtn" in arguments.variants:
             config = hessquant.Config(bits=bits, group_size=GROUP_SIZE)
-            contrasts = [compare(rounded(model, config), original, evaluation)]
+            contrasts = [compare(logits_of(rounded(model, config), evaluation), original, evaluation)]
             yield {"bits": bits, "variant": "rtn", **figures(contrasts)}
         for windows in arguments.windows:
             for variant in [name for name in arguments.variants if name != "rtn"]:
                 contrasts, seen = [], {}
                 for seed in range(arguments.seeds):
                     built, report = quantized(model, arguments.work / "moe-out", bits, windows, seed, variant)
-                    contrasts.append(compare(built, original, evaluation))
+                    contrasts.append(compare(logits_of(built, evaluation), original, evaluation))
                     seen = seen or of_experts(report)
                 yield {"bits": bits, "windows": windows, "variant": variant, **figures(contrasts), **seen}
 

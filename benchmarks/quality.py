@@ -19,10 +19,8 @@ import hessquant
 import peers
 import perplexity
 import workload
-from hessquant.checkpoint.reader import CheckpointReader
-from hessquant.checkpoint.unpacked import decoded_state
 from hessquant.models.source import resolve
-from hessquant.models.stream import build
+from loading import load_model
 from rounding import rounded
 
 TITLES = {
@@ -49,9 +47,8 @@ def swept(model: Path, bits: int, group_size: int, tokens, out: Path, settings: 
     shutil.rmtree(out, ignore_errors=True)
     config = hessquant.Config(bits=bits, group_size=group_size, **settings)
     report = hessquant.quantize(str(model), out, config, calibration=[tokens])
-    with CheckpointReader(out) as reader:
-        built = build(resolve(str(out)), decoded_state(reader))
-    return built, sum(layer.loss for layer in report.layers) / sum(layer.rtn_loss for layer in report.layers)
+    loss = sum(layer.loss for layer in report.layers) / sum(layer.rtn_loss for layer in report.layers)
+    return load_model(resolve(str(out))), loss
 
 
 def main() -> None:

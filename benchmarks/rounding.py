@@ -7,9 +7,9 @@ from transformers import PreTrainedModel
 import hessquant
 from hessquant.core.grid import QuantizedWeight, encode, min_max
 from hessquant.models.source import resolve
-from hessquant.pipeline.evaluating import load_model
 from hessquant.records import GridSpec
 from hessquant.run.solve import matrix_at, put_back
+from loading import load_model
 
 
 def rounded(model: Path, config: hessquant.Config) -> PreTrainedModel:

@@ -2,10 +2,8 @@
 
 import hessquant
 import job
-from hessquant.checkpoint.reader import CheckpointReader
-from hessquant.checkpoint.unpacked import decoded_state
 from hessquant.models.source import resolve
-from hessquant.models.stream import build
+from loading import load_model
 
 
 def quantize(arguments):
@@ -20,8 +18,7 @@ def quantize(arguments):
 
 
 def decode(arguments):
-    source = resolve(str(arguments.model))
-    build(source, decoded_state(CheckpointReader(source.directory))).save_pretrained(arguments.out)
+    load_model(resolve(str(arguments.model))).save_pretrained(arguments.out)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch
+from benchmarks.loading import decoded_state
 from safetensors.torch import load_file, save_file
 from tests.tiny import TINY, tokens
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import hessquant
 from hessquant.checkpoint.reader import CheckpointReader
-from hessquant.checkpoint.unpacked import decoded_state
 from hessquant.errors import OutputError, PlanError, SourceError
 from hessquant.options import parse_override
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from benchmarks.loading import load_model
 from gguf import GGUFReader
 from tests.checkpoint.gguf_cases import byte_level, save_model, save_tokenizer
 
@@ -11,7 +12,6 @@ import hessquant
 from hessquant.errors import PlanError, SourceError, VerificationError
 from hessquant.models.source import resolve
 from hessquant.options import parse_override
-from hessquant.pipeline.evaluating import load_model
 
 SETTINGS = {"group_size": 32, "num_windows": 4, "window_length": 16}
 

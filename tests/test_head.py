@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from benchmarks.loading import load_model
 from safetensors.torch import load_file
 from tests.tiny import TINY
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -14,7 +15,6 @@ from hessquant.errors import CaptureError, PlanError
 from hessquant.formats import dialect_of
 from hessquant.models.source import resolve
 from hessquant.options import parse_override
-from hessquant.pipeline.evaluating import load_model
 
 # Heads are packed along their outputs, which 97 would not fill.
 SHAPE = TINY | {"vocab_size": 96}

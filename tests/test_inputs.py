@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from benchmarks.loading import load_model
 from safetensors.torch import load_file
 from tests.architectures.families import OTHERS, build, text_ids, tiny
 from tests.vision import draw, make_processor
@@ -12,7 +13,6 @@ import hessquant
 from hessquant import cli
 from hessquant.errors import CalibrationError, CaptureError, PlanError
 from hessquant.models.source import resolve
-from hessquant.pipeline.evaluating import load_model
 
 # Without the search for scales, which would take most of the time.
 CONFIG = hessquant.Config(group_size=32, bits=8, scale_search=False)

@@ -5,6 +5,8 @@ import json
 
 import pytest
 import torch
+from benchmarks.loading import decoded_state
+from benchmarks.loading import load_model as load_for_evaluation
 from safetensors.torch import load_file, save_file
 from tests.tiny import TINY, tokens
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PhiConfig, Qwen2Config
@@ -12,11 +14,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PhiConfi
 import hessquant
 from hessquant.capture.prelude import record_arguments
 from hessquant.checkpoint.reader import CheckpointReader
-from hessquant.checkpoint.unpacked import decoded_state
 from hessquant.errors import CalibrationError, NonFiniteError, OutputError, ServeError, SourceError, VerificationError
 from hessquant.models.probe import probe
 from hessquant.models.source import resolve
-from hessquant.pipeline.evaluating import load_model as load_for_evaluation
 from hessquant.results import RunReport
 
 

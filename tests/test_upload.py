@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import transformers
+from benchmarks.loading import load_model
 from safetensors.torch import load_file, save_file
 from tests.tiny import TINY, tokens
 from torch import nn
@@ -15,7 +16,6 @@ from hessquant.checkpoint.sidecars import copy_sidecars
 from hessquant.errors import SourceError
 from hessquant.models.source import resolve, title_of
 from hessquant.pipeline import inspect, make_plan
-from hessquant.pipeline.evaluating import load_model
 
 SETTINGS = hessquant.Config(group_size=32, num_windows=16, window_length=32)
 

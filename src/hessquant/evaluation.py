@@ -6,13 +6,11 @@ tokens of all windows alike.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hessquant.errors import ConfigError, NonFiniteError, NotEnoughTextError
 from hessquant.place import HOST
@@ -21,6 +19,10 @@ from hessquant.results import SILENT, Progress
 
 CHUNK = 256
 """Positions whose distributions are held in float64 at a time."""
+
+NextTokenLogits = Callable[[int], Iterable[Tensor]]
+"""Of the window with an index, a model's logits for every token but the first: float32 [positions, vocabulary], of
+`CHUNK` positions at a time, the last ones of fewer."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +63,13 @@ class Contrast:
     top1_agreement: float
 
 
-def perplexity(model: nn.Module, windows: Sequence[TokenWindow], *, progress: Progress = SILENT) -> Perplexity:
+def perplexity(model: NextTokenLogits, windows: Sequence[TokenWindow], *, progress: Progress = SILENT) -> Perplexity:
     """Measure a causal language model, one window at a time.
 
     Args:
-        model: Called as `model(input_ids=[1, tokens], use_cache=False)`, gives `.logits` [1, tokens, vocabulary]
-            in float32. It runs in evaluation mode and is left in the modes it was in.
+        model: Its logits on each of the windows.
         windows: Of any lengths; one of a single token has nothing to predict.
-        progress: Told of one stage, "evaluate", with a step per window.
+        progress: Told of each window.
 
     Returns:
         Log-likelihoods are taken from the logits, and summed, in float64; the order of the windows does not matter.
@@ -78,53 +79,46 @@ def perplexity(model: nn.Module, windows: Sequence[TokenWindow], *, progress: Pr
         ConfigError: If the logits are not float32.
         NonFiniteError: If a logit is NaN or infinite; names the window.
     """
-    predicted = _predicted_tokens(windows)
+    predicted = predicted_tokens(windows)
     losses: list[float] = []
-    with _evaluation_mode(model):
-        for index, ids in _walk(windows, progress):
-            logits = _next_token_logits(model, ids, f"the model, window {index}")
-            for chunk, targets in _chunks(ids):
-                losses.append(_nll_sum(_log_probs(logits[chunk]), targets))
+    for index, ids in _walk(windows, progress):
+        logits = _checked(model(index), f"the model, window {index}")
+        for piece, targets in zip(logits, _targets(ids), strict=True):
+            losses.append(_nll_sum(_log_probs(piece), targets))
     return Perplexity(math.fsum(losses) / predicted, predicted)
 
 
 def compare(
-    model: nn.Module, base: nn.Module, windows: Sequence[TokenWindow], *, progress: Progress = SILENT
+    model: NextTokenLogits, base: NextTokenLogits, windows: Sequence[TokenWindow], *, progress: Progress = SILENT
 ) -> Contrast:
-    """Measure both models in one walk over the windows; the logits of one window are held at a time.
+    """Measure both models in one walk over the windows.
 
     Args:
-        model: As `perplexity` takes it.
-        base: Likewise, with the same vocabulary; it may be on another device.
+        model: Its logits on each of the windows.
+        base: Likewise, of a model with the same vocabulary; it may be on another device.
         windows: As `perplexity` takes them.
-        progress: Told of one stage, "evaluate", with a step per window.
+        progress: Told of each window.
 
     Raises:
         ConfigError: If the vocabularies differ in size, or logits are not float32.
         NotEnoughTextError: If no window has a token to predict.
         NonFiniteError: If a logit is NaN or infinite; names the model and the window.
     """
-    predicted = _predicted_tokens(windows)
+    predicted = predicted_tokens(windows)
     model_losses: list[float] = []
     base_losses: list[float] = []
     divergences: list[float] = []
     agreements = 0
-    with _evaluation_mode(model, base):
-        for index, ids in _walk(windows, progress):
-            base_logits = _next_token_logits(base, ids, f"the base model, window {index}")
-            logits = _next_token_logits(model, ids, f"the model, window {index}")
-            if logits.shape != base_logits.shape:
-                raise ConfigError(
-                    f"the model has {logits.shape[-1]} tokens in its vocabulary and the base model "
-                    f"{base_logits.shape[-1]}; compare a model with the one it was made from"
-                )
-            for chunk, targets in _chunks(ids):
-                ours = _log_probs(logits[chunk])
-                theirs = _log_probs(base_logits[chunk].to(logits.device))
-                model_losses.append(_nll_sum(ours, targets))
-                base_losses.append(_nll_sum(theirs, targets))
-                divergences.append(float((theirs.exp() * (theirs - ours)).sum()))
-                agreements += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
+    for index, ids in _walk(windows, progress):
+        base_logits = _checked(base(index), f"the base model, window {index}")
+        logits = _checked(model(index), f"the model, window {index}")
+        for our_piece, their_piece, targets in zip(logits, base_logits, _targets(ids), strict=True):
+            refuse_vocabularies(our_piece.shape[-1], their_piece.shape[-1])
+            ours, theirs = _log_probs(our_piece), _log_probs(their_piece.to(our_piece.device))
+            model_losses.append(_nll_sum(ours, targets))
+            base_losses.append(_nll_sum(theirs, targets))
+            divergences.append(float((theirs.exp() * (theirs - ours)).sum()))
+            agreements += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
     return Contrast(
         model=Perplexity(math.fsum(model_losses) / predicted, predicted),
         base=Perplexity(math.fsum(base_losses) / predicted, predicted),
@@ -133,8 +127,25 @@ def compare(
     )
 
 
-def _predicted_tokens(windows: Sequence[TokenWindow]) -> int:
-    """Tokens that are predicted, all but the first of each window; windows without one are refused."""
+def refuse_vocabularies(model: int, base: int) -> None:
+    """Refuse to compare models whose vocabularies have other numbers of tokens.
+
+    Raises:
+        ConfigError: If they have.
+    """
+    if model != base:
+        raise ConfigError(
+            f"the model has {model} tokens in its vocabulary and the base model {base}; compare a model with the one "
+            "it was made from"
+        )
+
+
+def predicted_tokens(windows: Sequence[TokenWindow]) -> int:
+    """Tokens that are predicted, all but the first of each window.
+
+    Raises:
+        NotEnoughTextError: If there is none.
+    """
     predicted = sum(max(len(window.ids) - 1, 0) for window in windows)
     if not predicted:
         raise NotEnoughTextError(
@@ -145,34 +156,34 @@ def _predicted_tokens(windows: Sequence[TokenWindow]) -> int:
 
 def _walk(windows: Sequence[TokenWindow], progress: Progress) -> Iterator[tuple[int, Tensor]]:
     """Index and ids [tokens] of each window that has something to predict, while telling `progress`."""
-    progress.stage("evaluate", len(windows))
     for index, window in enumerate(windows):
         if len(window.ids) > 1:
             yield index, torch.tensor(window.ids)
         progress.advance(f"window {index}")
 
 
-def _chunks(ids: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Parts of a window's logits, and the tokens that each part predicts."""
-    for start in range(0, len(ids) - 1, CHUNK):
-        chunk = slice(start, start + CHUNK)
-        yield chunk, ids[1:][chunk]
+def _targets(ids: Tensor) -> Sequence[Tensor]:
+    """The tokens that each piece of a window's logits predicts."""
+    return torch.split(ids[1:], CHUNK)
 
 
-def _next_token_logits(model: nn.Module, ids: Tensor, place: str) -> Tensor:
-    """Logits [tokens - 1, vocabulary] for every token of `ids` [tokens] but the first; float32, and finite."""
-    device = next(model.parameters()).device
-    logits: Tensor = model(input_ids=ids.to(device)[None], use_cache=False).logits[0, :-1]
-    if logits.dtype is not HOST.dtype:
-        raise ConfigError(f"{place}: logits are {logits.dtype}; evaluation is in float32, load the model in that dtype")
-    finite = torch.isfinite(logits).all(-1)
-    if not bool(finite.all()):
-        position = int((~finite).nonzero()[0])
-        raise NonFiniteError(
-            f"{place}: NaN or infinite logits, first at position {position}; "
-            "a weight of the checkpoint is not finite, or too large for the activations to stay in range"
-        )
-    return logits
+def _checked(logits: Iterable[Tensor], place: str) -> Iterator[Tensor]:
+    """The logits of a window, each piece float32 and finite."""
+    first = 0
+    for piece in logits:
+        if piece.dtype is not HOST.dtype:
+            raise ConfigError(
+                f"{place}: logits are {piece.dtype}; evaluation is in float32, load the model in that dtype"
+            )
+        finite = torch.isfinite(piece).all(-1)
+        if not bool(finite.all()):
+            position = first + int((~finite).nonzero()[0])
+            raise NonFiniteError(
+                f"{place}: NaN or infinite logits, first at position {position}; "
+                "a weight of the checkpoint is not finite, or too large for the activations to stay in range"
+            )
+        first += len(piece)
+        yield piece
 
 
 def _log_probs(logits: Tensor) -> Tensor:
@@ -182,17 +193,3 @@ def _log_probs(logits: Tensor) -> Tensor:
 def _nll_sum(log_probs: Tensor, targets: Tensor) -> float:
     """Summed negative log-probability of `targets` [n] under `log_probs` [n, vocabulary]."""
     return -float(log_probs.gather(-1, targets.to(log_probs.device)[:, None]).sum())
-
-
-@contextmanager
-def _evaluation_mode(*models: nn.Module) -> Iterator[None]:
-    """No gradients and no dropout inside; every module is put back into its own mode after."""
-    modes: list[tuple[Any, bool]] = [(module, module.training) for model in models for module in model.modules()]
-    try:
-        for model in models:
-            model.eval()
-        with torch.inference_mode():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

@@ -206,12 +206,14 @@ class Comparison:
         base_perplexity: Its perplexity.
         kl_divergence: Mean over predicted tokens of KL(base || model), in nats.
         top1_agreement: Share of predicted tokens where both put the same token first.
+        whole: Why the whole base model was in memory; empty if its blocks were run one by one.
     """
 
     base: str
     base_perplexity: float
     kl_divergence: float
     top1_agreement: float
+    whole: str = ""
 
 
 @dataclass(frozen=True)
@@ -227,6 +229,7 @@ class Evaluation:
         windows: Windows used.
         window_length: Tokens per window.
         comparison: Against a base model, if one was given.
+        whole: Why the whole model was in memory; empty if its blocks were run one by one.
     """
 
     model: str
@@ -237,6 +240,7 @@ class Evaluation:
     windows: int
     window_length: int
     comparison: Comparison | None = None
+    whole: str = ""
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from hessquant.checkpoint.reader import CheckpointReader
-from hessquant.checkpoint.unpacked import decoded_state, quantization_of
+from hessquant.checkpoint.unpacked import quantization_of
 from hessquant.formats import dialect_of
 from hessquant.models.source import resolve
-from hessquant.models.stream import build
+from hessquant.pipeline.evaluating import stream_checkpoint
 
 SLACK = 2.0
 
@@ -100,7 +100,9 @@ def measure(checkpoint: Path, ids: list[int]) -> dict:
     with CheckpointReader(source.directory) as reader:
         described = quantization_of(reader.config)
         quantized = set(dialect_of(described).modules(reader.tensors)) if described is not None else set()
-        model = build(source, decoded_state(reader))
+        streamed, _ = stream_checkpoint(source, reader)
+        streamed.load(list(streamed.model.state_dict()))
+    model = streamed.model
     exact = _logprobs(model, ids)
     rounding = {}
     for kind, apply in ROUNDINGS.items():

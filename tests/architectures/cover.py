@@ -20,6 +20,7 @@ import torch
 
 if __name__ == "__main__":  # run as a file, tests/ is no package
     sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.loading import load_model
 from tests.architectures.families import CAUSAL_LM, NOT_BUILT, build, tiny
 from tests.architectures.others import OTHERS, Other
 from tests.architectures.shrink import VOCABULARY
@@ -31,7 +32,6 @@ from hessquant.checkpoint.unpacked import UnpackedCheckpoint
 from hessquant.errors import HessquantError
 from hessquant.models.library import run_model
 from hessquant.models.source import resolve
-from hessquant.pipeline.evaluating import load_model
 from hessquant.records import Plan, Target
 from hessquant.results import RunReport
 

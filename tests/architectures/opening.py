@@ -16,13 +16,13 @@ import torch
 
 if __name__ == "__main__":  # run as a file, tests/ is no package
     sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.loading import load_model
 from tests.architectures.families import text_ids
 from tests.architectures.renamed import save
 
 import hessquant
 from hessquant.models.library import run_model
 from hessquant.models.source import resolve
-from hessquant.pipeline.evaluating import load_model
 
 CLASSES = (
     *("LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration", "LlavaOnevisionForConditionalGeneration"),

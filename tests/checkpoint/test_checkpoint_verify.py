@@ -2,11 +2,12 @@ import json
 
 import pytest
 import torch
+from benchmarks.loading import decoded_state
 from safetensors.torch import load_file, save_file
 
 from hessquant.checkpoint.inspect import inspect_checkpoint
 from hessquant.checkpoint.reader import CheckpointReader
-from hessquant.checkpoint.unpacked import decoded_state, quantization_of
+from hessquant.checkpoint.unpacked import quantization_of
 from hessquant.core.grid import Grid, QuantizedWeight
 from hessquant.errors import SourceError, VerificationError
 from hessquant.formats import DIALECTS

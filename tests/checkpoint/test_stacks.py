@@ -37,7 +37,7 @@ def test_a_stack_that_was_taken_apart_is_the_same_again(parts, transposed):
             products.append(product(expert, name, (first, step), transposed))
             own = upright[expert][first::step][:ROWS]
             state[products[-1].name] = own.T.contiguous() if transposed else own
-    together = restacked(state, products, lambda each: each.joined(state))
+    together = restacked(state, products, lambda each: each.joined(state.__getitem__))
     assert together.keys() == {"norm", "experts.both"}
     assert torch.equal(together["experts.both"], stack)
     assert restacked(state, products, lambda each: each.shape)["experts.both"] == stack.shape
@@ -46,4 +46,4 @@ def test_a_stack_that_was_taken_apart_is_the_same_again(parts, transposed):
 def test_a_stack_of_which_a_matrix_is_missing_stays_apart():
     products = [product(expert, "one", (0, 1), False) for expert in range(EXPERTS)]
     state = {each.name: torch.zeros(ROWS, COLUMNS) for each in products[1:]}
-    assert restacked(state, products, lambda each: each.joined(state)) == state
+    assert restacked(state, products, lambda each: each.joined(state.__getitem__)) == state

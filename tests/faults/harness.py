@@ -11,10 +11,10 @@ from itertools import count
 from pathlib import Path
 
 import torch
+from benchmarks.loading import decoded_state
 
 import hessquant
 from hessquant.checkpoint.reader import CheckpointReader
-from hessquant.checkpoint.unpacked import decoded_state
 
 ROOT = Path(__file__).parents[2]
 REPORTS = ("hessquant-report.json", "hessquant-report.html")

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from benchmarks.loading import decoded_state
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -14,7 +15,6 @@ from hessquant.checkpoint.audit import audit
 from hessquant.checkpoint.header import DTYPE_BYTES
 from hessquant.checkpoint.inspect import inspect_checkpoint
 from hessquant.checkpoint.reader import CheckpointReader, take_inventory
-from hessquant.checkpoint.unpacked import decoded_state
 from hessquant.errors import HessquantError, SourceError
 
 MODULE = "model.layers.0.mlp.up_proj"

@@ -3,12 +3,12 @@ import json
 import numpy as np
 import pytest
 import torch
+from benchmarks.loading import build
 from safetensors.torch import load_file
 
 from hessquant.errors import SourceError
 from hessquant.models import gguf as conversion
 from hessquant.models.source import resolve
-from hessquant.models.stream import build
 
 
 @pytest.fixture(autouse=True)

@@ -2,11 +2,11 @@ import json
 
 import pytest
 import torch
+from benchmarks.loading import build
 from safetensors.torch import load_file
 
 from hessquant.errors import SourceError
 from hessquant.models.source import ModelSource
-from hessquant.models.stream import build
 
 
 @pytest.fixture

@@ -20,11 +20,12 @@ class ActivationStore:
     Args:
         budget: Bytes to keep in memory.
         directory: Where files go. Each is deleted as soon as it is mapped, so that none is left however a run ends.
+        way_out: What the user may do, besides making room there, where the directory has no room for one.
     """
 
-    def __init__(self, budget: int, directory: Path) -> None:
+    def __init__(self, budget: int, directory: Path, way_out: str) -> None:
         self.mapped_bytes = 0
-        self._left, self._directory = budget, directory
+        self._left, self._directory, self._way_out = budget, directory, way_out
 
     def keep(self, hidden: Tensor) -> Tensor:
         """A copy of a hidden state that may be overwritten for the next block.
@@ -59,7 +60,7 @@ class ActivationStore:
     def _no_room(self, size: int, error: OSError) -> CaptureError:
         return CaptureError(
             f"{size} bytes of activations find no room in {self._directory}: {error.strerror}; make room there, "
-            "name another --run-dir, or raise --activation-memory"
+            f"{self._way_out}"
         )
 
 

@@ -11,11 +11,27 @@ from hessquant.capture.prelude import BatchState, Tokens, run_batch
 from hessquant.errors import CaptureError
 from hessquant.models.stand_ins import BlockArguments, stand_ins
 from hessquant.models.stream import StreamedModel
-from hessquant.records import Plan, Target
+from hessquant.records import Target
 
 B = TypeVar("B", bound=Tokens)
 B_contra = TypeVar("B_contra", bound=Tokens, contravariant=True)
 """What a batch is on its way through the segments: a state between blocks, or the inputs of the model."""
+
+
+class Structure(Protocol):
+    """What decides the segments of a model, as its probe and its plan have it."""
+
+    @property
+    def blocks(self) -> Sequence[str]:
+        """Module names of the blocks, in order."""
+
+    @property
+    def returns_tuple(self) -> Sequence[bool]:
+        """Whether each of them returns a tuple."""
+
+    @property
+    def whole(self) -> str:
+        """Why they cannot be run one by one; empty if they can."""
 
 
 class Segment(Protocol[B_contra]):
@@ -84,7 +100,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Head:
-    """What comes after the last block, as far as the head: of its outputs, the logits, none is needed.
+    """What comes after the last block: the head, and what leads to it.
 
     Attributes:
         blocks: Module names of the blocks before it.
@@ -100,14 +116,14 @@ class Head:
     name: str = ""
     has_outputs: bool = False
 
-    def run(self, batch: BatchState) -> None:
+    def run(self, batch: BatchState) -> object:
         """Run the model with the state that the last block left in the place of what its blocks would give."""
 
         def leave_blocks(index: int, hidden: Tensor, _: BlockArguments) -> Tensor:
             return batch.hidden if index == len(self.blocks) - 1 else hidden
 
         with stand_ins(self.module, self.blocks, self.returns_tuple, leave_blocks):
-            run_batch(self.module, batch.batch)
+            return run_batch(self.module, batch.batch)
 
     def advance(self, batch: BatchState) -> None:
         """Nothing comes after the head."""
@@ -133,25 +149,29 @@ class WholeModel:
         self.run(batch)
 
 
-def segments_of(streamed: StreamedModel, plan: Plan) -> list[Block | Head] | list[WholeModel]:
-    """The segments of a model: its blocks and, if it is quantized, the head; or the one that is all of it.
+def segments_of(
+    streamed: StreamedModel, structure: Structure, targets: Sequence[Target], *, to_logits: bool = False
+) -> list[Block | Head] | list[WholeModel]:
+    """The segments of a model: its blocks and, if it is needed, the head; or the one that is all of it.
 
     Args:
         streamed: The model.
-        plan: What to quantize.
+        structure: Its blocks.
+        targets: What to quantize.
+        to_logits: Whether the head is needed; it is in any case if it is quantized.
     """
-    model = streamed.model
-    if plan.whole:
-        return [WholeModel(model, list(model.state_dict()), plan.targets)]
-    targets: list[list[Target]] = [[] for _ in plan.blocks]
+    model, blocks = streamed.model, structure.blocks
+    if structure.whole:
+        return [WholeModel(model, list(model.state_dict()), targets)]
+    inside: list[list[Target]] = [[] for _ in blocks]
     of_head: list[Target] = []
-    for target in plan.targets:
-        (targets[target.block] if target.block < len(plan.blocks) else of_head).append(target)
+    for target in targets:
+        (inside[target.block] if target.block < len(blocks) else of_head).append(target)
     segments: list[Block | Head] = [
-        Block(index, name, model.get_submodule(name), streamed.block_keys(name), targets[index])
-        for index, name in enumerate(plan.blocks)
+        Block(index, name, model.get_submodule(name), streamed.block_keys(name), inside[index])
+        for index, name in enumerate(blocks)
     ]
-    if of_head:
-        keys = streamed.outside_keys(plan.blocks)
-        segments.append(Head(len(segments), model, keys, of_head, plan.blocks, plan.returns_tuple))
+    if of_head or to_logits:
+        keys = streamed.outside_keys(blocks)
+        segments.append(Head(len(segments), model, keys, of_head, blocks, structure.returns_tuple))
     return segments

@@ -30,9 +30,9 @@ class Stack:
         rows, columns = sum(product.rows for product in self.pieces[0]), self.pieces[0][0].columns
         return (len(self.pieces), columns, rows) if self.pieces[0][0].transposed else (len(self.pieces), rows, columns)
 
-    def joined(self, state: Mapping[str, Tensor]) -> Tensor:
-        """Its values, of those of the products, each stored as the model stores the stack's matrices."""
-        return torch.stack([_one_matrix(state, members) for members in self.pieces])
+    def joined(self, read: Callable[[str], Tensor]) -> Tensor:
+        """Its values, of those that `read` gives of the products, as the model stores the stack's matrices."""
+        return torch.stack([_one_matrix(read, members) for members in self.pieces])
 
 
 def restacked(
@@ -54,13 +54,13 @@ def restacked(
     return {name: value for name, value in apart.items() if name not in members} | joined
 
 
-def _one_matrix(state: Mapping[str, Tensor], members: tuple[ProbedProduct, ...]) -> Tensor:
+def _one_matrix(read: Callable[[str], Tensor], members: tuple[ProbedProduct, ...]) -> Tensor:
     """The matrix of one expert as the model stores it, of those that have its rows."""
     if len(members) == 1:
-        return state[members[0].name]
+        return read(members[0].name)
     upright = torch.empty(sum(product.rows for product in members), members[0].columns)
     for product in members:
         first, step = product.part_rows
-        own = state[product.name].T if product.transposed else state[product.name]
-        upright[first::step][: product.rows].copy_(own)
+        own = read(product.name)
+        upright[first::step][: product.rows].copy_(own.T if product.transposed else own)
     return upright.T.contiguous() if members[0].transposed else upright

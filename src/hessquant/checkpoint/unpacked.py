@@ -119,34 +119,15 @@ class UnpackedCheckpoint(Mapping[str, QuantizedWeight]):
             raise CheckpointError(f"{module}: {error}") from error
 
 
-def decoded_state(reader: CheckpointReader, *, transposed: Collection[str] = ()) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint, quantized weights decoded to float32 under `X.weight`.
-
-    Args:
-        reader: The checkpoint.
-        transposed: Weights that the model stores [inputs, outputs]; others come as [outputs, inputs].
-
-    Returns:
-        Tensor by name; untouched ones as stored.
+def refuse_undescribed(reader: CheckpointReader) -> None:
+    """Refuse packed weights in a checkpoint whose config says nothing of quantization.
 
     Raises:
-        SourceError: If the checkpoint's quantization is of another method, or its config and tensors disagree.
-        CheckpointError: If a quantized weight is malformed.
+        SourceError: Naming one of them.
     """
-    if quantization_of(reader.config) is None:
-        packed = [module for dialect in DIALECTS.values() for module in dialect.modules(reader.tensors)]
-        if packed:
-            raise SourceError(f"{packed[0]} is packed, but config.json has no quantization_config to read it by")
-        return {name: reader.read(name) for name in reader.tensors}
-    checkpoint = UnpackedCheckpoint(reader)
-
-    def plain(name: str) -> Tensor:
-        if name not in checkpoint.packed:
-            return checkpoint.read(name)
-        decoded = checkpoint.decode(name)
-        return decoded.T.contiguous() if name in transposed else decoded
-
-    return {name: plain(name) for name in checkpoint.tensors}
+    for dialect in DIALECTS.values():
+        for module in dialect.modules(reader.tensors):
+            raise SourceError(f"{module} is packed, but config.json has no quantization_config to read it by")
 
 
 def read_parts(reader: CheckpointReader, module: str, dialect: Dialect) -> dict[str, Tensor]:

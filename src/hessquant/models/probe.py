@@ -175,7 +175,7 @@ def _replay_fault(
     if fault:
         return fault
     try:
-        record_calls(model, blocks, recording.tuples_of(blocks), lambda: run_model(model, inputs))
+        record_calls(model, blocks, recording.tuples_of(blocks), lambda: run_model(model, inputs), to_the_end=True)
     except CaptureError as error:
         return str(error)
     except Exception as error:  # the model's code, on outputs that its own blocks would not give

@@ -1,13 +1,15 @@
 """A model run without its blocks: whoever stands in for them sees what the model passes to each."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from hessquant.errors import CaptureError
+from hessquant.models.watch import tensors_in, works_in_place
 
 _HIDDEN = "hidden_states"
 
@@ -86,8 +88,41 @@ class _LastReached(Exception):
     """The last block has been reached; the rest is not needed."""
 
 
+class _Relay(TorchFunctionMode):
+    """While entered, notes whether anything is made of a tensor, or it is written to.
+
+    Attributes:
+        tensor: The tensor; None as long as there is none.
+        used_by: The first function that did.
+    """
+
+    tensor: Tensor | None = None
+    used_by: str = ""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run a function; one that only asks for a shape, or gives the tensor back as it is, makes nothing of it."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if any(tensor is self.tensor for tensor in tensors_in(args, kwargs)):
+            made = any(tensor is not self.tensor for tensor in tensors_in((result,)))
+            if made or works_in_place(func):
+                self.used_by = self.used_by or getattr(func, "__name__", str(func))
+        return result
+
+
 def record_calls(
-    model: nn.Module, blocks: Sequence[str], returns_tuple: Sequence[bool], run: Callable[[], object]
+    model: nn.Module,
+    blocks: Sequence[str],
+    returns_tuple: Sequence[bool],
+    run: Callable[[], object],
+    *,
+    to_the_end: bool = False,
 ) -> list[tuple[Tensor, BlockArguments]]:
     """Run a model as far as its last block, with stand-ins that hand the hidden state on, and note what each is passed.
 
@@ -96,6 +131,8 @@ def record_calls(
         blocks: Module names of its blocks, in order.
         returns_tuple: Whether each block returns a tuple.
         run: Runs the model.
+        to_the_end: Run what comes after the last block too, and see that what any other returns goes to the next one,
+            and nowhere else.
 
     Returns:
         Hidden state and other arguments of each block's call.
@@ -105,20 +142,28 @@ def record_calls(
             before, so that the calls cannot be replayed block by block.
     """
     calls: list[tuple[Tensor, BlockArguments]] = []
+    relay = _Relay()
 
     def note(index: int, hidden: Tensor, arguments: BlockArguments) -> Tensor:
         if index != len(calls):
             raise CaptureError(f"{blocks[index]} is not called in the order of the blocks, or more than once")
-        # Stand-ins are the identity: whatever else arrives was made between blocks, where nothing replays it.
-        if calls and hidden is not calls[0][0]:
+        if relay.tensor is None:
+            # The model may use what it passes to the first block: what that returns has to be told from it.
+            relay.tensor = hidden.clone() if to_the_end else hidden
+        elif hidden is not relay.tensor:
+            # Stand-ins are the identity: whatever else arrives was made between blocks, where nothing replays it.
             raise CaptureError(f"the model changes the hidden state between blocks, before {blocks[index]}")
         calls.append((hidden, arguments))
-        if len(calls) == len(blocks):
+        if len(calls) < len(blocks):
+            return relay.tensor
+        if not to_the_end:
             raise _LastReached
-        return hidden
+        return calls[0][0]
 
-    with stand_ins(model, blocks, returns_tuple, note), suppress(_LastReached):
+    with stand_ins(model, blocks, returns_tuple, note), suppress(_LastReached), relay if to_the_end else nullcontext():
         run()
     if len(calls) < len(blocks):
         raise CaptureError(f"the forward pass does not reach {blocks[len(calls)]}")
+    if relay.used_by:
+        raise CaptureError(f"what blocks return goes elsewhere than to the next block ({relay.used_by})")
     return calls

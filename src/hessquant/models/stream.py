@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
@@ -209,24 +208,6 @@ class StreamedModel:
     def _set(self, key: str, value: Tensor) -> None:
         module, _, leaf = key.rpartition(".")
         setattr(self.model.get_submodule(module), leaf, value)
-
-
-def build(source: ModelSource, state: Mapping[str, Tensor]) -> PreTrainedModel:
-    """The model with the weights of `state` at the source's place, in eval mode, without gradients.
-
-    A tensor that is there already in that dtype becomes the parameter itself, uncopied; every other costs one copy.
-
-    Args:
-        source: The model; only its config is read.
-        state: Every tensor of the checkpoint by its name there, decoded if it was quantized. A tied weight may
-            be given once; tensors that the model class does not know are left out (a plan lists them).
-
-    Raises:
-        SourceError: If tensors are missing, or of another shape.
-    """
-    streamed = StreamedModel(source, state, state.__getitem__)
-    streamed.load(list(streamed.model.state_dict()))
-    return streamed.model
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,36 @@
-"""Measuring a model: text -> windows -> model -> numbers."""
+"""Measuring a model: text -> windows -> blocks -> logits -> numbers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import gettempdir
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from hessquant.calibration.fit import refuse_unfit_windows, refuse_window_length
 from hessquant.calibration.windows import evaluation_windows
+from hessquant.capture.activations import ActivationStore
+from hessquant.capture.segments import Structure
+from hessquant.checkpoint.decoded import DecodedCheckpoint
 from hessquant.checkpoint.reader import CheckpointReader
-from hessquant.checkpoint.stacks import restacked
-from hessquant.checkpoint.unpacked import UnpackedCheckpoint, decoded_state, quantization_of
-from hessquant.errors import SourceError
-from hessquant.evaluation import compare, perplexity
+from hessquant.checkpoint.unpacked import UnpackedCheckpoint, quantization_of, refuse_undescribed
+from hessquant.config import Config
+from hessquant.errors import PlanError, SourceError
+from hessquant.evaluation import Perplexity, compare, perplexity, predicted_tokens, refuse_vocabularies
+from hessquant.memory import map_large_blocks
 from hessquant.models.context import context_of
 from hessquant.models.context import window_length as window_length_of
 from hessquant.models.library import predicts_next_token
 from hessquant.models.probe import probe
 from hessquant.models.source import ModelSource, resolve
-from hessquant.models.stream import build
+from hessquant.models.stream import StreamedModel
+from hessquant.planning.size import activation_budget
+from hessquant.records import TensorInfo, TokenWindow
 from hessquant.results import SILENT, Comparison, Evaluation, Progress
+from hessquant.run.forward import ForwardPass
+
+_WAY_OUT = "or name another directory in the environment variable TMPDIR"
 
 
 def evaluate(
@@ -57,12 +68,8 @@ def evaluate(
     windows = evaluation_windows(text, source.tokenizer, num_windows=num_windows, window_length=length)
     for each in models:
         refuse_unfit_windows(windows, each.config)
-    if base is None:
-        measured, comparison = perplexity(load_model(source), windows, progress=progress or SILENT), None
-    else:
-        contrast = compare(load_model(source), load_model(base), windows, progress=progress or SILENT)
-        measured, agreement = contrast.model, contrast.top1_agreement
-        comparison = Comparison(base.name, contrast.base.perplexity, contrast.kl_divergence, agreement)
+    map_large_blocks()
+    measured, comparison, whole = _measure(source, base, windows, progress or SILENT)
     return Evaluation(
         model=model,
         text="builtin" if text is None else text if text.startswith("hub:") else Path(text).name,
@@ -72,6 +79,7 @@ def evaluate(
         windows=len(windows),
         window_length=length,
         comparison=comparison,
+        whole=whole,
     )
 
 
@@ -86,24 +94,82 @@ def _refuse_without_logits(source: ModelSource) -> None:
         )
 
 
-def load_model(source: ModelSource, inputs: Mapping[str, Tensor] | None = None) -> PreTrainedModel:
-    """The whole model in float32, decoded if it is quantized.
+def _measure(
+    source: ModelSource, base: ModelSource | None, windows: Sequence[TokenWindow], progress: Progress
+) -> tuple[Perplexity, Comparison | None, str]:
+    """Take the windows through each model in turn; then both heads are in memory, and give logits window by window.
+
+    Returns:
+        What is measured of the model, how far it is from the base, and why the model was in memory as a whole.
+    """
+    predicted_tokens(windows)
+    with ExitStack() as opened:
+        ours = _forward_pass(source, windows, opened)
+        theirs = None if base is None else _forward_pass(base, windows, opened, "base: ")
+        passes = [ours] if theirs is None else [ours, theirs]
+        if theirs is not None and ours.vocabulary is not None and theirs.vocabulary is not None:
+            refuse_vocabularies(ours.vocabulary, theirs.vocabulary)
+        # Where any program's temporary files go; none of these has a name for longer than it takes to map it.
+        activations = ActivationStore(activation_budget(Config()), Path(gettempdir()), _WAY_OUT)
+        progress.stage("evaluate", sum(each.steps for each in passes) + len(windows))
+        for each in passes:
+            each.begin(activations, progress)
+        logits = opened.enter_context(ours.logits())
+        if base is None or theirs is None:
+            return perplexity(logits, windows, progress=progress), None, ours.whole
+        contrast = compare(logits, opened.enter_context(theirs.logits()), windows, progress=progress)
+    comparison = Comparison(
+        base.name, contrast.base.perplexity, contrast.kl_divergence, contrast.top1_agreement, theirs.whole
+    )
+    return contrast.model, comparison, ours.whole
+
+
+def _forward_pass(
+    source: ModelSource, windows: Sequence[TokenWindow], opened: ExitStack, title: str = ""
+) -> ForwardPass:
+    """The windows before a model whose checkpoint is open as long as `opened` is; quantized weights are decoded."""
+    reader = opened.enter_context(CheckpointReader(source.directory))
+    streamed, structure = stream_checkpoint(source, reader)
+    return ForwardPass(streamed, structure, windows, title)
+
+
+def stream_checkpoint(
+    source: ModelSource, reader: CheckpointReader, inputs: Mapping[str, Tensor] | None = None
+) -> tuple[StreamedModel, Structure]:
+    """The model of a checkpoint, with its weights still there, and its blocks; quantized weights will be decoded.
 
     Args:
         source: The model.
+        reader: Its checkpoint.
         inputs: Of its forward pass, for a model that takes more than text.
 
     Raises:
-        SourceError: If it cannot be built.
-        CheckpointError: If a quantized weight is malformed.
+        SourceError: If it cannot be built, or its config and tensors disagree.
+        PlanError: If it is quantized, and its forward pass fails, which has to show what its weights are.
     """
-    with CheckpointReader(source.directory) as reader:
-        if quantization_of(reader.config) is None:
-            state = decoded_state(reader)
-        else:
-            names = UnpackedCheckpoint(reader).tensors
-            probed = probe(source, names, inputs=inputs)
-            transposed = {product.name for product in probed.products if product.transposed}
-            apart = decoded_state(reader, transposed=transposed)
-            state = restacked(apart, probed.products, lambda stack: stack.joined(apart))
-    return build(source, state)
+    if quantization_of(reader.config) is None:
+        refuse_undescribed(reader)
+        return StreamedModel(source, reader.tensors, reader.read), _structure(source, reader.tensors, inputs)
+    unpacked = UnpackedCheckpoint(reader)
+    probed = probe(source, unpacked.tensors, inputs=inputs)
+    decoded = DecodedCheckpoint(unpacked, probed.products)
+    return StreamedModel(source, decoded.tensors, decoded.read), probed
+
+
+@dataclass(frozen=True)
+class _OneSegment:
+    """A model whose blocks are not known."""
+
+    whole: str
+    blocks: tuple[str, ...] = ()
+    returns_tuple: tuple[bool, ...] = ()
+
+
+def _structure(
+    source: ModelSource, tensors: Mapping[str, TensorInfo], inputs: Mapping[str, Tensor] | None
+) -> Structure:
+    """The blocks of a model, or why it has none: unlike quantizing, measuring it does not need them."""
+    try:
+        return probe(source, tensors, inputs=inputs)
+    except PlanError as error:
+        return _OneSegment(str(error))

@@ -23,6 +23,8 @@ from hessquant.results import LayerRecord, Progress
 from hessquant.run.solve import TargetSolver, put_back
 from hessquant.run.store import FinishedBlock, RunStore
 
+_WAY_OUT = "name another --run-dir, or raise --activation-memory"
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -71,11 +73,11 @@ def quantize_segments(
     inside = [target for target in plan.targets if target.block < len(plan.blocks)]
     capture = choose_capture(plan.hidden_size, inside, tokens, config, streamed.place)
     run = _Run(streamed, config, capture, store, progress)
-    segments: Sequence[Segment[Any]] = segments_of(streamed, plan)
+    segments: Sequence[Segment[Any]] = segments_of(streamed, plan, plan.targets)
     kept = [store.read(segment.index) for segment in segments]
     # Finished segments are replayed for the sake of those after them, and for nothing else.
     last_unfinished = max((index for index, finished in enumerate(kept) if finished is None), default=-1)
-    activations = ActivationStore(activation_budget(config), store.directory)
+    activations = ActivationStore(activation_budget(config), store.directory, _WAY_OUT)
     states = run.begin(plan, batches, activations) if last_unfinished >= 0 else []
     progress.stage("quantize", len(plan.targets))
     records: list[LayerRecord] = []
