@@ -42,11 +42,11 @@ def descend(
     codes = quantized.codes.T.clone(memory_format=torch.contiguous_format)
     scales = grid.scales.T.clone(memory_format=torch.contiguous_format)
     zeros = grid.zeros.T.to(weight.dtype).contiguous()
-    step, everything = width * max(1, block_size // width), slice(0, len(columns))
+    step = width * max(1, block_size // width)
     for start in range(0, len(columns), step):
         # H e for the block's columns; kept up to date as they change.
         block = slice(start, min(start + step, len(columns)))
-        sums = _product(hessian, block, everything, errors)
+        sums = _product(hessian, block, slice(0, len(columns)), errors)
         for first in range(start, block.stop, width):
             group = slice(first, first + width)
             index, here = first // width, slice(first - start, first - start + width)
