@@ -3,6 +3,7 @@ import torch
 from hypothesis import given, settings
 from tests.problems import layers, random_layer, swept
 
+from hessquant.core import refine
 from hessquant.core.grid import Grid, QuantizedWeight, encode, min_max, scale_dtype
 from hessquant.core.refine import descend
 from hessquant.kernels import twin
@@ -72,6 +73,17 @@ def test_the_block_size_changes_nothing(layer):
         found = refined(weight, quantized, hessian, block_size)
         assert torch.equal(found.codes, whole.codes)
         assert torch.equal(found.grid.scales, whole.grid.scales)
+
+
+@pytest.mark.parametrize("group_size", [4, -1])
+def test_strips_of_the_hessian_change_nothing(group_size, monkeypatch):
+    weight, hessian = random_layer(6, 16, seed=8)
+    quantized = start(weight, hessian, GridSpec(bits=3, group_size=group_size))
+    whole = refined(weight, quantized, hessian, 8)
+    monkeypatch.setattr(refine, "_STRIP", 3)
+    found = refined(weight, quantized, hessian, 8)
+    assert torch.equal(found.codes, whole.codes)
+    assert torch.equal(found.grid.scales, whole.grid.scales)
 
 
 @settings(max_examples=40, deadline=None)

@@ -13,13 +13,13 @@ from torch import Tensor
 from hessquant.core.factor import Factor
 from hessquant.core.grid import Grid
 from hessquant.core.hessian import lower_tiles
-from hessquant.core.working import WorkingHessian
+from hessquant.core.working import InPieces
 
 _CHUNK = 1 << 20
 """Weights whose scales are looked at one by one at a time."""
 
 
-def loss_per_row(error: Tensor, hessian: Tensor | WorkingHessian) -> Tensor:
+def loss_per_row(error: Tensor, hessian: InPieces) -> Tensor:
     """e_r H e_r^T for every row.
 
     Args:

@@ -10,19 +10,14 @@ import torch
 from torch import Tensor
 
 from hessquant.core.grid import Grid, QuantizedWeight, SweepKernel
-from hessquant.core.working import WorkingHessian
+from hessquant.core.working import InPieces
 
 _STRIP = 4096
 """Rows of the Hessian that are made at once, where they are made."""
 
 
 def descend(
-    weight: Tensor,
-    quantized: QuantizedWeight,
-    hessian: Tensor | WorkingHessian,
-    *,
-    block_size: int,
-    kernel: SweepKernel,
+    weight: Tensor, quantized: QuantizedWeight, hessian: InPieces, *, block_size: int, kernel: SweepKernel
 ) -> QuantizedWeight:
     """One round over all groups.
 
@@ -47,11 +42,11 @@ def descend(
     codes = quantized.codes.T.clone(memory_format=torch.contiguous_format)
     scales = grid.scales.T.clone(memory_format=torch.contiguous_format)
     zeros = grid.zeros.T.to(weight.dtype).contiguous()
-    step, everything = width * max(1, block_size // width), slice(0, len(columns))
+    step = width * max(1, block_size // width)
     for start in range(0, len(columns), step):
         # H e for the block's columns; kept up to date as they change.
         block = slice(start, min(start + step, len(columns)))
-        sums = _product(hessian, block, everything, errors)
+        sums = _product(hessian, block, slice(0, len(columns)), errors)
         for first in range(start, block.stop, width):
             group = slice(first, first + width)
             index, here = first // width, slice(first - start, first - start + width)
@@ -81,7 +76,7 @@ def descend(
     return QuantizedWeight(codes.T.contiguous(), Grid(grid.spec, scales.T.contiguous(), grid.zeros))
 
 
-def _product(hessian: Tensor | WorkingHessian, rows: slice, columns: slice, right: Tensor) -> Tensor:
+def _product(hessian: InPieces, rows: slice, columns: slice, right: Tensor) -> Tensor:
     """H[rows, columns] @ right, in strips of H's rows."""
     product = right.new_empty(rows.stop - rows.start, right.shape[1])
     for first in range(rows.start, rows.stop, _STRIP):

@@ -57,3 +57,7 @@ class WorkingHessian:
             piece = piece.clone(memory_format=torch.contiguous_format)
             piece.diagonal(rows.start - columns.start).add_(self.added[first:last])
         return piece
+
+
+InPieces = Tensor | WorkingHessian
+"""A Hessian that is asked for piece by piece: all of it, or one that makes them."""
