@@ -81,6 +81,10 @@ class GridError(FailedError):
     """The weights cannot be put on the grid asked for."""
 
 
+class DeviceMemoryError(FailedError):
+    """An accelerator has too little memory, however little is held at once."""
+
+
 class CaptureError(FailedError):
     """The forward pass did not go as the plan said it would."""
 

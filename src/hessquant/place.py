@@ -41,6 +41,9 @@ NOWHERE = torch.device("meta")
 _WITHOUT_FLOAT64 = ("mps",)
 """Accelerators that cannot factor a Hessian."""
 
+_PINNED = ("cuda", "xpu")
+"""Accelerators that copy from and to locked pages of the host's memory while the host goes on."""
+
 
 def find_device(asked: str) -> torch.device:
     """The device that a name stands for on this machine.
@@ -84,4 +87,16 @@ def device_name(device: torch.device) -> str:
 
 def device_memory(device: torch.device) -> int:
     """Bytes that an accelerator has in all; 0 for the host, whose memory is `hessquant.memory`'s matter."""
-    return 0 if device == HOST.device else int(torch.accelerator.get_memory_info(device)[1])
+    return 0 if device == HOST.device else int(torch.get_device_module(device).mem_get_info(device)[1])
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in the host's memory, from where it goes back to its device fastest."""
+    copy = torch.empty_like(tensor, device=HOST.device, pin_memory=tensor.device.type in _PINNED)
+    return copy.copy_(tensor)
+
+
+def give_back(device: torch.device) -> None:
+    """Have an accelerator's memory that was freed ready for tensors of any size."""
+    if device != HOST.device:
+        torch.get_device_module(device).empty_cache()

@@ -81,7 +81,11 @@ def batches(count=5, length=12):
     generator = torch.Generator().manual_seed(3)
     nothing = (BlockArguments((), {}, False),)
     return [
-        BatchState(Batch({}, (2 * n, 2 * n + 1)), torch.randn(2, length, HIDDEN, generator=generator), nothing)
+        BatchState(
+            Batch({"input_ids": torch.zeros(1, 1)}, (2 * n, 2 * n + 1)),
+            torch.randn(2, length, HIDDEN, generator=generator),
+            nothing,
+        )
         for n in range(count)
     ]
 
@@ -206,6 +210,6 @@ def test_where_all_experts_are_multiplied_at_once_rows_of_zeros_are_no_tokens():
     inputs = torch.ones(2, 5, 8)
     inputs[0, 2:] = 0
     product = Product("w", inputs, inputs, 4, 8, True, len(stack), None)
-    collector.add(product, BatchState(Batch({}, (0,)), torch.zeros(1, 5, 8), ()))
+    collector.add(product, BatchState(Batch({"input_ids": torch.zeros(1, 1)}, (0,)), torch.zeros(1, 5, 8), ()))
     found = collector.take(collector.stops[0])
     assert {leader: statistics.token_count for leader, statistics in found.items()} == {"w.0": 2, "w.1": 5}

@@ -263,7 +263,8 @@ class Routed(torch.nn.Module):
 def routed_states(signs):
     nothing = (BlockArguments((), {}, False),)
     return [
-        BatchState(Batch({}, (index,)), torch.full((1, 3, 4), float(sign)), nothing) for index, sign in enumerate(signs)
+        BatchState(Batch({"input_ids": torch.zeros(1, 1)}, (index,)), torch.full((1, 3, 4), float(sign)), nothing)
+        for index, sign in enumerate(signs)
     ]
 
 
@@ -366,7 +367,7 @@ def test_a_model_that_changes_the_hidden_state_between_blocks_is_refused():
 
 def test_sixteen_bit_inputs_are_summed_in_float32():
     collector = Collector((stop_at("w"),), {})
-    batch = BatchState(Batch({}, (0,)), torch.zeros(1, 3, 4), ())
+    batch = BatchState(Batch({"input_ids": torch.zeros(1, 1)}, (0,)), torch.zeros(1, 3, 4), ())
     inputs = torch.ones(1, 3, 4, dtype=torch.bfloat16)
     collector.add(Product("w", inputs, inputs, 4, 4, False, 1, 0), batch)
     assert collector.take(collector.stops[0])["w"].sum.dtype == torch.float32

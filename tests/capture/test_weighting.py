@@ -7,7 +7,7 @@ from hessquant.capture.prelude import BatchState
 
 def batch(tokens):
     """Two windows."""
-    return BatchState(Batch({}, (0, 1)), torch.zeros(2, tokens // 2, 1), ())
+    return BatchState(Batch({"input_ids": torch.zeros(1, 1)}, (0, 1)), torch.zeros(2, tokens // 2, 1), ())
 
 
 EXPECTED = [3.0, 1.0, 1.0, 3.0, 1.0, 1.0]

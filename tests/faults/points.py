@@ -98,7 +98,7 @@ def install(points, directories, source):
         (writer.SafetensorsDraft, "verify", "verify", "verified", None),
         (writer.SafetensorsDraft, "reveal", "complete", "completed", None),
         (loop, "record_arguments", "record", "recorded", None),
-        (loop._Run, "replay", "replay", "replayed", lambda self, segment, batches: segment.index),
+        (loop._Run, "replay", "replay", "replayed", lambda self, segment, *_: segment.index),
         (collect.Collector, "collect", "collect", "collected", lambda self, stop, *_: stop.leader),
         (solve.TargetSolver, "quantize", "solve", "solved", lambda self, stop, statistics: stop.leader),
         (gptq, "sweep", "sweep", "swept", None),

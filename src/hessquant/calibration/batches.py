@@ -30,6 +30,21 @@ class Batch:
         """Positions of the longest input; of text, its tokens."""
         return max(map(positions, self.inputs.values()))
 
+    @property
+    def device(self) -> torch.device:
+        """Where the inputs are."""
+        return next(iter(self.inputs.values())).device
+
+    def halves(self) -> tuple["Batch", ...]:
+        """Two batches of half of the windows each; itself, if it is of one window."""
+        middle = len(self.windows) // 2
+        if not middle:
+            return (self,)
+        return tuple(
+            replace(self, inputs={name: value[part] for name, value in self.inputs.items()}, windows=self.windows[part])
+            for part in (slice(middle), slice(middle, None))
+        )
+
     def at(self, place: Place) -> "Batch":
         """The same where a model runs, in what it computes in; whole numbers stay what they are."""
         inputs = {

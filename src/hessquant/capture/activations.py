@@ -1,4 +1,4 @@
-"""Hidden states between blocks: in memory while a budget lasts, in mapped files beyond it."""
+"""Hidden states between blocks: where the model runs while a budget lasts, then in memory, then in mapped files."""
 
 import os
 import tempfile
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hessquant.errors import CaptureError
+from hessquant.place import HOST, on_host
 
 
 class ActivationStore:
@@ -21,11 +22,13 @@ class ActivationStore:
         budget: Bytes to keep in memory.
         directory: Where files go. Each is deleted as soon as it is mapped, so that none is left however a run ends.
         way_out: What the user may do, besides making room there, where the directory has no room for one.
+        on_device: Bytes to keep on the accelerator that they come from, before any is kept in memory.
     """
 
-    def __init__(self, budget: int, directory: Path, way_out: str) -> None:
+    def __init__(self, budget: int, directory: Path, way_out: str, on_device: int = 0) -> None:
         self.mapped_bytes = 0
-        self._left, self._directory, self._way_out = budget, directory, way_out
+        self._left, self._left_on_device = budget, on_device
+        self._directory, self._way_out = directory, way_out
 
     def keep(self, hidden: Tensor) -> Tensor:
         """A copy of a hidden state that may be overwritten for the next block.
@@ -34,9 +37,12 @@ class ActivationStore:
             CaptureError: If there is no room for it on disk.
         """
         size = hidden.numel() * hidden.element_size()
+        if hidden.device != HOST.device and size <= self._left_on_device:
+            self._left_on_device -= size
+            return hidden.clone()
         if size <= self._left:
             self._left -= size
-            return hidden.clone()
+            return on_host(hidden)
         self.mapped_bytes += size
         return self._mapped(size, hidden.dtype).view(hidden.shape).copy_(hidden)
 

@@ -33,6 +33,8 @@ def run_batch(model: nn.Module, batch: Batch) -> Any:
     """
     try:
         return run_model(model, batch.inputs)
+    except torch.OutOfMemoryError:  # of which the window is not to blame
+        raise
     except _MODEL_ERRORS as error:
         place = batch.place or f"calibration window {batch.windows[0]}"
         raise CaptureError(
@@ -60,6 +62,7 @@ class BatchState:
     Attributes:
         batch: The model's inputs.
         hidden: Hidden state that enters the next block, [windows, length, hidden]; overwritten block by block.
+            It may be on the host, where the device has no room for those of all batches.
         arguments: The other arguments, per block.
     """
 
@@ -71,6 +74,11 @@ class BatchState:
     def windows(self) -> tuple[int, ...]:
         """Index of each window among all."""
         return self.batch.windows
+
+    @property
+    def entering(self) -> Tensor:
+        """The hidden state where the model runs; on the way there, if it is on the host."""
+        return self.hidden.to(self.batch.device, non_blocking=True)
 
     @property
     def tokens(self) -> int:

@@ -81,7 +81,7 @@ class Block:
 
     def run(self, batch: BatchState) -> Tensor:
         """Run the block on the hidden state; gives the one that it returns."""
-        return batch.arguments[self.index].call(self.module, batch.hidden)
+        return batch.arguments[self.index].call(self.module, batch.entering)
 
     def advance(self, batch: BatchState) -> None:
         """Run the block, and put the hidden state that it returns in the place of the one that went in.
@@ -120,7 +120,7 @@ class Head:
         """Run the model with the state that the last block left in the place of what its blocks would give."""
 
         def leave_blocks(index: int, hidden: Tensor, _: BlockArguments) -> Tensor:
-            return batch.hidden if index == len(self.blocks) - 1 else hidden
+            return batch.entering if index == len(self.blocks) - 1 else hidden
 
         with stand_ins(self.module, self.blocks, self.returns_tuple, leave_blocks):
             return run_batch(self.module, batch.batch)

@@ -3,10 +3,11 @@
 Only safetensors is read. Pickle files can run code and are refused by name.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
+from operator import itemgetter
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from threading import Lock
 from types import MappingProxyType
@@ -23,6 +24,9 @@ from hessquant.records import TensorInfo
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
+
+_WARMED = 1 << 20
+"""Bytes that are read at once where nothing is kept."""
 
 
 class TensorSource(Protocol):
@@ -122,6 +126,32 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
             stream.seek(begin)
             for start in range(0, count, rows):
                 yield _read_next(stream, info.dtype, (min(rows, count - start), *info.shape[1:]))
+
+    def warm(self, names: Iterable[str], stopped: Callable[[], bool]) -> None:
+        """Read tensors and keep nothing, so that the system has them in its cache, if there is room.
+
+        Args:
+            names: Those tensors.
+            stopped: Whether to leave off; asked for every `_WARMED` bytes.
+
+        Raises:
+            SourceError: If a file is not what it was.
+            OSError: If it cannot be read.
+        """
+        of_file: dict[str, list[str]] = {}
+        for name in names:
+            of_file.setdefault(self.tensors[name].file, []).append(name)
+        scratch = memoryview(bytearray(_WARMED))
+        for file, members in of_file.items():
+            path = self.directory / file
+            entries = read_entries(path)
+            with opened(path) as stream:
+                for begin, info in sorted((entries[name] for name in members), key=itemgetter(0)):
+                    stream.seek(begin)
+                    for start in range(0, info.bytes, _WARMED):
+                        if stopped():
+                            return
+                        stream.readinto(scratch[: info.bytes - start])
 
     def _handle(self, file: str) -> Any:
         with self._lock:

@@ -67,6 +67,11 @@ class QuantizedWeight:
         """The values [rows, columns] that the codes stand for."""
         return decode(self.codes, self.grid, dtype)
 
+    def to(self, device: torch.device) -> "QuantizedWeight":
+        """The same on a device; itself where it is there already."""
+        grid = Grid(self.grid.spec, self.grid.scales.to(device), self.grid.zeros.to(device))
+        return QuantizedWeight(self.codes.to(device), grid)
+
 
 class SweepKernel(Protocol):
     """The triangular loop of one block; see `hessquant.kernels.twin.sweep_block`."""

@@ -70,7 +70,7 @@ def refusing(fault: str, advice: str = "") -> Iterator[None]:
     try:
         with quiet():
             yield
-    except SourceError:
+    except (SourceError, torch.OutOfMemoryError):
         raise
     except LIBRARY_ERRORS as error:
         raise SourceError(f"{fault}: {reason(error)}" + (f". {advice}" if advice else "")) from error

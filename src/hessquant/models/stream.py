@@ -77,6 +77,10 @@ class StreamedModel:
         prefixes = tuple(f"{block}." for block in blocks)
         return [key for key in self.model.state_dict() if not key.startswith(prefixes)]
 
+    def tensors_of(self, keys: Collection[str]) -> list[str]:
+        """The checkpoint's tensors that make what is under these state-dict keys."""
+        return [name for key in self._under_all_names(keys) for name in self._naming.keys.get(key, ())]
+
     @contextmanager
     def in_memory(self, keys: Collection[str]) -> Iterator[dict[str, nn.Parameter]]:
         """Read the weights under these state-dict keys; inside, they are real.
@@ -100,8 +104,7 @@ class StreamedModel:
         Raises:
             SourceError: If a tensor cannot be read or converted.
         """
-        tensors = [name for key in self._under_all_names(keys) for name in self._naming.keys.get(key, ())]
-        outcome = self._fill({name: _Lazy(name, self._read) for name in tensors}, self.place.device)
+        outcome = self._fill({name: _Lazy(name, self._read) for name in self.tensors_of(keys)}, self.place.device)
         self._refuse({**outcome, "missing_keys": ()})
         for key in keys:
             self._tie(key)

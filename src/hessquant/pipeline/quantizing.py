@@ -93,7 +93,7 @@ def quantize(
                 (out / RUN_MARK).unlink(missing_ok=True)
                 return finished
             _refuse_no_room(out, run, plan, config, store)
-            outcome = quantize_segments(streamed, plan, batches, config, store, progress)
+            outcome = quantize_segments(streamed, plan, batches, config, store, progress, reader.warm)
             result = QuantizedModel(reader, plan, outcome.weights, config, config, REPORTS, __version__)
             written = write_verified(out, result, run, progress)
             report = _report(run, plan, config, inputs.record, outcome, written.verified, clocks)

@@ -9,7 +9,7 @@ from typing import Literal
 from hessquant import memory
 from hessquant.config import LONGEST_DEFAULT_WINDOW, Config
 from hessquant.models.probe import Probe
-from hessquant.place import Place
+from hessquant.place import Place, device_memory
 from hessquant.planning.patterns import weight_pattern
 from hessquant.planning.work import HESSIAN, work
 from hessquant.records import Remedy, Target
@@ -42,6 +42,11 @@ def activation_budget(config: Config) -> int:
     return memory.total_memory() // 4 if config.activation_memory is None else config.activation_memory
 
 
+def activation_budget_on(place: Place) -> int:
+    """Bytes that activations may take on an accelerator: half of all that there is; nothing on the host."""
+    return device_memory(place.device) // 2
+
+
 def suspended_bytes(hidden_size: int, targets: Iterable[Target], tokens: int, place: Place) -> int:
     """Estimate of what batches hold that all run a block at once.
 
@@ -58,7 +63,8 @@ def choose_capture(
     """How blocks will be run: as asked for, or once if what that suspends fits what activations may take."""
     if config.capture != "auto":
         return config.capture
-    fits = suspended_bytes(hidden_size, targets, tokens, place) <= activation_budget(config)
+    budget = activation_budget(config) if place.is_host else activation_budget_on(place)
+    fits = suspended_bytes(hidden_size, targets, tokens, place) <= budget
     return "once" if fits else "passes"
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,11 +18,14 @@ from hessquant.capture.stops import stops_of
 from hessquant.config import Config
 from hessquant.core.grid import QuantizedWeight
 from hessquant.models.stream import StreamedModel
-from hessquant.planning.size import activation_budget, choose_capture
+from hessquant.place import give_back
+from hessquant.planning.size import activation_budget, activation_budget_on
 from hessquant.records import Plan
 from hessquant.results import LayerRecord, Progress
+from hessquant.run.overlap import Overlap, Warm
 from hessquant.run.solve import TargetSolver, put_back
 from hessquant.run.store import FinishedBlock, RunStore
+from hessquant.run.way import Way, first_way
 
 _WAY_OUT = "name another --run-dir, or raise --activation-memory"
 
@@ -37,6 +41,7 @@ class Outcome:
         forwards_per_block: Forward passes of a block per calibration window, replays included.
         resumed_blocks: Segments that were in the run store already.
         mapped_activation_bytes: Bytes of activations that were kept in files.
+        retreats: A sentence each time that the device was too small for how batches were run.
     """
 
     records: tuple[LayerRecord, ...]
@@ -45,6 +50,7 @@ class Outcome:
     forwards_per_block: float
     resumed_blocks: int
     mapped_activation_bytes: int
+    retreats: tuple[str, ...] = ()
 
 
 def quantize_segments(
@@ -54,8 +60,11 @@ def quantize_segments(
     config: Config,
     store: RunStore,
     progress: Progress,
+    warm: Warm,
 ) -> Outcome:
     """Quantize every target, segment by segment; each finished segment goes to the run store.
+
+    Where the device has too little memory, what is not finished is done again with less of the batches at once.
 
     Args:
         streamed: The model.
@@ -64,41 +73,30 @@ def quantize_segments(
         config: Settings of the run.
         store: Holds the segments that are finished already, if any.
         progress: Told of every stage and every weight.
+        warm: Reads tensors of the checkpoint and keeps nothing, until it is told to stop.
 
     Raises:
-        FailedError: If a segment cannot be run, solved or kept.
+        FailedError: If a segment cannot be run, solved or kept, or the device cannot hold a single window of one.
     """
-    tokens = sum(batch.tokens for batch in batches)
-    batches = [batch.at(streamed.place) for batch in batches]
-    inside = [target for target in plan.targets if target.block < len(plan.blocks)]
-    capture = choose_capture(plan.hidden_size, inside, tokens, config, streamed.place)
-    run = _Run(streamed, config, capture, store, progress)
+    way = first_way(plan, [batch.at(streamed.place) for batch in batches], config, streamed.place)
     segments: Sequence[Segment[Any]] = segments_of(streamed, plan, plan.targets)
-    kept = [store.read(segment.index) for segment in segments]
-    # Finished segments are replayed for the sake of those after them, and for nothing else.
-    last_unfinished = max((index for index, finished in enumerate(kept) if finished is None), default=-1)
-    activations = ActivationStore(activation_budget(config), store.directory, _WAY_OUT)
-    states = run.begin(plan, batches, activations) if last_unfinished >= 0 else []
-    progress.stage("quantize", len(plan.targets))
-    records: list[LayerRecord] = []
-    forwards = 0.0
-    for segment, finished in zip(segments, kept, strict=True):
-        block = run.quantize(segment, states) if finished is None else finished
-        if finished is not None:
-            run.announce(*finished.records)
-            if segment.index < last_unfinished:
-                run.replay(segment, states)
-                forwards += 1
-        records.extend(block.records)
-        forwards += block.forwards if segment.has_outputs else 0
-    return Outcome(
-        tuple(records),
-        store.weights(segments),
-        capture,
-        forwards / sum(segment.has_outputs for segment in segments),
-        len(kept) - kept.count(None),
-        activations.mapped_bytes,
-    )
+    resumed = sum(store.read(segment.index) is not None for segment in segments)
+    retreats: list[str] = []
+    while True:
+        try:
+            with Overlap(warm) as overlap:
+                run = _Run(streamed, config, way, store, progress, overlap)
+                records, forwards, mapped = run.go_through(segments, plan)
+            break
+        except torch.OutOfMemoryError as error:
+            reason = str(error).partition("\n")[0]
+        # Here, and not where it was caught: by now nothing holds on to what it was about.
+        give_back(streamed.place.device)
+        way, sentence = way.holding_less(f"{streamed.place.device} ran out of memory ({reason})")
+        retreats.append(sentence)
+    outputs = sum(segment.has_outputs for segment in segments)
+    weights = store.weights(segments)
+    return Outcome(records, weights, way.capture, forwards / outputs, resumed, mapped, tuple(retreats))
 
 
 @dataclass(frozen=True)
@@ -107,12 +105,41 @@ class _Run:
 
     streamed: StreamedModel
     config: Config
-    capture: Literal["once", "passes"]
+    way: Way
     store: RunStore
     progress: Progress
+    overlap: Overlap
 
-    def begin(self, plan: Plan, batches: Sequence[Batch], activations: ActivationStore) -> Sequence[Any]:
+    def go_through(self, segments: Sequence[Segment[Any]], plan: Plan) -> tuple[tuple[LayerRecord, ...], float, int]:
+        """Take all batches through the segments.
+
+        Returns:
+            A record per target, forward passes of all segments per window, and bytes of activations kept in files.
+        """
+        kept = [self.store.read(segment.index) for segment in segments]
+        # Finished segments are replayed for the sake of those after them, and for nothing else.
+        last_unfinished = max((index for index, finished in enumerate(kept) if finished is None), default=-1)
+        budget, on_device = activation_budget(self.config), activation_budget_on(self.streamed.place)
+        activations = ActivationStore(budget, self.store.directory, _WAY_OUT, on_device)
+        states = self.begin(plan, activations) if last_unfinished >= 0 else []
+        self.progress.stage("quantize", len(plan.targets))
+        records: list[LayerRecord] = []
+        forwards = 0.0
+        for segment, finished in zip(segments, kept, strict=True):
+            following = segments[segment.index + 1].keys if segment.index < last_unfinished else ()
+            block = self.quantize(segment, states, following) if finished is None else finished
+            if finished is not None:
+                self.announce(*finished.records)
+                if segment.index < last_unfinished:
+                    self.replay(segment, states, following)
+                    forwards += 1
+            records.extend(block.records)
+            forwards += block.forwards if segment.has_outputs else 0
+        return tuple(records), forwards, activations.mapped_bytes
+
+    def begin(self, plan: Plan, activations: ActivationStore) -> Sequence[Any]:
         """The batches as they enter the first segment."""
+        batches = self.way.batches
         if plan.whole:
             return batches
         streamed = self.streamed
@@ -122,25 +149,27 @@ class _Run:
         self.progress.advance(f"{sum(len(batch.windows) for batch in batches)} windows")
         return states
 
-    def quantize(self, segment: Segment[Any], batches: Sequence[Any]) -> FinishedBlock:
+    def quantize(self, segment: Segment[Any], batches: Sequence[Any], following: Sequence[str]) -> FinishedBlock:
         """Take all batches through a segment, quantizing its weights on the way, and keep those."""
         stops = stops_of(segment.targets, weighted=self.config.token_weights == "attention")
         # Where no outputs are needed, a pass that ends at the last stop leaves nothing suspended.
-        run = run_once if self.capture == "once" and segment.has_outputs else run_in_passes
+        run = run_once if self.way.capture == "once" and segment.has_outputs else run_in_passes
         with self.streamed.in_memory(segment.keys) as parameters:
+            self.overlap.read_ahead(self.streamed.tensors_of(following))
             collector = Collector(stops, parameters, every_expert=self.config.experts == "all")
             solver = TargetSolver(segment.targets, parameters, self.config, self.announce)
             with collector.noting_calls(segment.module, segment.name):
                 forwards = run(segment, batches, collector, solver.quantize)
         block = FinishedBlock(tuple(solver.records), forwards)
-        self.store.write(segment.index, solver.quantized, block)
+        self.overlap.store(partial(self.store.write, segment.index, solver.quantized, block))
         return block
 
     @torch.no_grad()
-    def replay(self, segment: Segment[Any], batches: Sequence[Any]) -> None:
+    def replay(self, segment: Segment[Any], batches: Sequence[Any], following: Sequence[str]) -> None:
         """Take all batches through a segment that is quantized already."""
         weights = self.store.weights([segment])
         with self.streamed.in_memory(segment.keys) as parameters:
+            self.overlap.read_ahead(self.streamed.tensors_of(following))
             for target in segment.targets:
                 put_back(weights[target.name], target, parameters)
             for batch in batches:

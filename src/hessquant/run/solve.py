@@ -17,6 +17,7 @@ from hessquant.core.grid import QuantizedWeight
 from hessquant.core.hessian import HessianStatistics, hessian
 from hessquant.errors import FactorizationError, GridError, NonFiniteError
 from hessquant.kernels.dispatch import kernels_for
+from hessquant.place import HOST
 from hessquant.records import Location, Target
 from hessquant.results import LayerRecord
 
@@ -42,7 +43,7 @@ class TargetSolver:
     """Quantizes the targets of a segment, one stop at a time, and puts the quantized values into the model.
 
     Attributes:
-        quantized: Quantized weights by target name, in the order they were solved.
+        quantized: Quantized weights by target name, in the order they were solved; on the host.
         records: One record per quantized weight, in the same order.
 
     Args:
@@ -133,7 +134,7 @@ class TargetSolver:
         kernels = kernels_for(weight.device, weight.numel())
         solution = gptq.solve(weight, inputs.hessian, factor, target.grid, self._config, kernels)
         put_back(solution.weight, target, self._parameters)
-        self.quantized[target.name] = solution.weight
+        self.quantized[target.name] = solution.weight.to(HOST.device)
         seconds = time.perf_counter() - started
         record = _record(target, inputs, factor, rank, solution, self._config.damping, seconds)
         self.records.append(record)
@@ -153,7 +154,7 @@ def matrix_at(parameters: Mapping[str, Tensor], target: Target) -> Tensor:
 
 def put_back(weight: QuantizedWeight, target: Target, parameters: Mapping[str, Tensor]) -> None:
     """Overwrite a target in the model with the values that its quantized weight stands for."""
-    values = weight.dequantize()
+    values = weight.to(parameters[target.locations[0].parameter].device).dequantize()
     with torch.no_grad():
         for location in target.locations:
             _rows_at(parameters, location).copy_(_rows_of(values, location))
