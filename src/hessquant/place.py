@@ -5,6 +5,7 @@ wherever it runs: sums and factors are float32 or float64 (`hessquant.core`), th
 """
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 
@@ -27,3 +28,10 @@ HOST = Place(torch.device("cpu"), torch.float32)
 
 NOWHERE = torch.device("meta")
 """Of tensors that have shapes and no values."""
+
+_COMPILED_FOR_BY_TRITON = frozenset({"cuda", "xpu"})  # torch calls ROCm's devices by the name of CUDA's
+
+
+def has_triton(device: torch.device) -> bool:
+    """Whether kernels in Triton run on a device: it is of a kind that Triton compiles for, and Triton is installed."""
+    return device.type in _COMPILED_FOR_BY_TRITON and find_spec("triton") is not None
