@@ -83,13 +83,23 @@ def test_the_search_gives_the_twins_scales(rows, shape, bits, symmetric, scale_d
 
 
 @pytest.mark.parametrize("scales", ["static", "dynamic"])
-def test_a_whole_solution_is_the_twins(scales):
+def test_a_whole_solution_on_an_accelerator_is_the_twins(scales, accelerator):
     weight, hessian = random_layer(9, 32, seed=5)
     spec = GridSpec(bits=3, group_size=16, symmetric=False)
     config = Config(bits=3, group_size=16, scales=scales, order="group", refinement_rounds=1, block_size=24)
-    factor = factorize(hessian, damping=0.01, order="group", group_width=16)
-    found, expected = (gptq.solve(weight, hessian, factor, spec, config, kernels).weight for kernels in (TRITON, TWIN))
-    assert same((found.codes, found.grid.scales), (expected.codes, expected.grid.scales))
+    found, expected = (
+        gptq.solve(
+            weight.to(device),
+            hessian.to(device),
+            factorize(hessian.to(device), damping=0.01, order="group", group_width=16),
+            spec,
+            config,
+            kernels,
+        ).weight
+        for device, kernels in ((accelerator.device, TRITON), ("cpu", TWIN))
+    )
+    assert found.codes.device == accelerator.device
+    assert same((found.codes.cpu(), found.grid.scales.cpu()), (expected.codes, expected.grid.scales))
 
 
 def batch(dtype):
