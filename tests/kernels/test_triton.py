@@ -158,14 +158,20 @@ def test_quotients_round_to_the_nearest_code_and_ties_to_even(dtype):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of numbers that overflow
 @pytest.mark.parametrize("importance", [0.0, 1.0])
-def test_where_all_losses_are_alike_the_first_candidate_is_taken(importance):
-    # Errors of 1e29 have squares beyond float32: infinite losses, or with importance 0 none that is a number.
-    weight = 1e30 * random_layer(3, 8, seed=3)[0].float()
-    spec = GridSpec(4, 4, True, "float32")
+# Squares of errors beyond float32 for all candidates, for some, and for none: losses are infinite, or not numbers.
+@pytest.mark.parametrize("size", [1e30, 3e19, 1.0])
+def test_losses_that_are_not_finite_are_never_the_least(size, importance):
+    weight, spec = size * random_layer(3, 8, seed=3)[0].float(), GridSpec(4, 4, True, "float32")
+    given = (weight.T, torch.full((8,), importance), spec, scale_factors(spec))
+    assert same(fused.search_scales(*given), twin.search_scales(*given))
+
+
+@pytest.mark.parametrize("importance", [0.0, 1e20])
+def test_of_losses_that_are_alike_the_first_is_the_least(importance):
+    # Squares of errors of 1e-26 are 0 in float32, whatever the columns count.
+    weight, spec = 1e-25 * random_layer(3, 8, seed=3)[0].float(), GridSpec(4, 4, True, "float32")
     scales, _ = fused.search_scales(weight.T, torch.full((8,), importance), spec, scale_factors(spec))
     assert torch.equal(scales.T, min_max(weight, spec).scales)
-    scales, _ = fused.search_scales(weight.T / 1e30, torch.zeros(8), spec, scale_factors(spec))
-    assert torch.equal(scales.T, min_max(weight / 1e30, spec).scales)
 
 
 def test_a_scale_that_overflows_is_refused_in_the_twins_words():
@@ -185,6 +191,16 @@ def test_what_is_given_stays_as_it_was():
     spec = GridSpec(3, 5)
     fused.search_scales(given[0], given[2][..., 0].abs(), spec, scale_factors(spec))
     assert same(given, before)
+
+
+def test_kernels_are_launched_on_the_tensors_own_device(accelerator, monkeypatch):
+    current = torch.accelerator.device_index
+    asked = []
+    monkeypatch.setattr(torch.accelerator, "device_index", lambda index: asked.append(index) or current(index))
+    given = [tensor.to(accelerator.device) for tensor in batch(torch.float32)]
+    fused.sweep_block(*given, 7)
+    fused.search_scales(given[0], given[2][..., 0].abs(), GridSpec(3, 5), (1.0, 0.5))
+    assert asked == [accelerator.device.index] * 2
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", "xpu"])
