@@ -1,6 +1,7 @@
 """Made-up records for the tests of the command line and the report, and a device to run on."""
 
 import math
+import os
 from dataclasses import asdict
 
 import pytest
@@ -18,6 +19,9 @@ from hessquant.results import (
     LayerRecord,
     RunReport,
 )
+
+# Before anything imports Triton: its kernels run on the CPU then.
+os.environ["TRITON_INTERPRET"] = "1"
 
 _HIDDEN, _INTERMEDIATE, _BLOCKS = 576, 1536, 30
 _SHAPES = {

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-MODULES = {"resource", "fcntl", "pwd", "grp", "termios", "tty", "pty", "syslog", "readline"}
+MODULES = {"resource", "fcntl", "pwd", "grp", "termios", "tty", "pty", "syslog", "readline", "triton"}
 FUNCTIONS = '''fork forkpty posix_fallocate posix_fadvise sysconf pread pwrite preadv pwritev sendfile O_DIRECTORY
     O_NOFOLLOW O_NONBLOCK getuid geteuid getgid setsid getpgid killpg wait3 wait4 WNOHANG mkfifo sched_getaffinity
     uname fchmod fchown chown lockf fdatasync sync nice getloadavg set_blocking'''
@@ -75,7 +75,8 @@ for name in ("unlink", "remove", "replace", "rename"):
 import hessquant
 
 for found in pkgutil.walk_packages(hessquant.__path__, "hessquant."):
-    if found.name != "hessquant.__main__":
+    # Only `kernels.dispatch` imports the second, and where there is Triton.
+    if found.name not in ("hessquant.__main__", "hessquant.kernels.triton"):
         import_module(found.name)
 
 source, folder = sys.argv[1], Path(sys.argv[2])

@@ -5,6 +5,7 @@ wherever it runs: sums and factors are float32 or float64 (`hessquant.core`), th
 """
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 
@@ -100,3 +101,11 @@ def give_back(device: torch.device) -> None:
     """Have an accelerator's memory that was freed ready for tensors of any size."""
     if device != HOST.device:
         torch.get_device_module(device).empty_cache()
+
+
+_COMPILED_FOR_BY_TRITON = frozenset({"cuda", "xpu"})  # torch calls ROCm's devices by the name of CUDA's
+
+
+def has_triton(device: torch.device) -> bool:
+    """Whether kernels in Triton run on a device: it is of a kind that Triton compiles for, and Triton is installed."""
+    return device.type in _COMPILED_FOR_BY_TRITON and find_spec("triton") is not None

@@ -93,8 +93,14 @@ def test_dispatch_is_by_size_on_the_cpu(weights, module):
     assert kernels_for(torch.device("cpu"), weights).sweep_block is module.sweep_block
 
 
-def test_other_devices_get_the_plain_kernels():
-    assert kernels_for(torch.device("meta"), 1 << 20).search_scales is twin.search_scales
+@pytest.mark.parametrize("device", ["meta", "mps"])
+def test_other_devices_get_the_plain_kernels(device):
+    assert kernels_for(torch.device(device), 1 << 20).search_scales is twin.search_scales
+
+
+def test_gpus_get_the_plain_kernels_where_triton_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert kernels_for(torch.device("cuda"), 1 << 20).sweep_block is twin.sweep_block
 
 
 def test_the_fused_kernels_keep_to_torchs_thread_count():

@@ -9,7 +9,7 @@ from hessquant.core.factor import factorize
 from hessquant.core.gptq import Kernels, Solution
 from hessquant.errors import GridError
 from hessquant.kernels import cpu, twin
-from hessquant.place import HOST
+from hessquant.place import HOST, has_triton
 from hessquant.records import GridSpec
 
 _TWIN = Kernels(twin.sweep_block, twin.search_scales)
@@ -20,8 +20,18 @@ _FUSED_FROM = 1 << 14
 
 
 def kernels_for(device: torch.device, weights: int) -> Kernels:
-    """Fused kernels for large weights on the CPU; the plain torch ones for small weights and other devices."""
-    return _CPU if device.type == HOST.device.type and weights >= _FUSED_FROM else _TWIN
+    """The fused kernels of a device, or the twin: plain torch, which runs on any device and gives the same codes.
+
+    On the CPU numba's, for large weights. On GPUs Triton's, where it is installed: torch's own builds for Linux bring
+    it. Elsewhere the twin, which starts some eight operations per column and so is far slower on a GPU.
+    """
+    if device.type == HOST.device.type:
+        return _CPU if weights >= _FUSED_FROM else _TWIN
+    if has_triton(device):
+        from hessquant.kernels import triton
+
+        return Kernels(triton.sweep_block, triton.search_scales)
+    return _TWIN
 
 
 def solve(weight: Tensor, hessian: Tensor, config: Config | None = None) -> Solution:
