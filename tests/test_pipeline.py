@@ -109,7 +109,7 @@ def test_the_memory_given_to_activations_changes_no_byte(llama, tmp_path):
         config = hessquant.Config(group_size=32, **settings)
         calibration = [tokens(4, 32, seed) for seed in range(4)]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("hessquant.pipeline.quantizing.TOKENS_PER_BATCH", 128)
+            patch.setattr("hessquant.planning.size.TOKENS_PER_BATCH", 128)
             report = hessquant.quantize(llama, tmp_path / name, config, calibration=calibration)
         assert (report.capture, report.mapped_activation_bytes) == (capture, mapped)
         assert digests(tmp_path / name) == digests(tmp_path / "ample")

@@ -246,6 +246,8 @@ class Plan:
         window_length: Tokens per calibration window, the default resolved; None where nothing is calibrated.
         context: Positions that the model has; None where it has no limit, or none that its config says.
         place: The device that the model runs on and the dtype that it computes in; empty where it does not run.
+        device_memory_bytes: Estimated peak of the memory of an accelerator that the model runs on; 0 without one.
+        device_memory: Bytes that it has; 0 without one, or where that does not matter.
     """
 
     source: str
@@ -275,11 +277,19 @@ class Plan:
     window_length: int | None = None
     context: int | None = None
     place: str = ""
+    device_memory_bytes: int = 0
+    device_memory: int = field(default=0, compare=False)
 
     @property
     def fits(self) -> bool:
-        """Whether the machine holds what the run is estimated to take."""
-        return not self.machine_memory or self.memory_bytes <= self.machine_memory
+        """Whether the machine, and its accelerator, hold what the run is estimated to take."""
+        on_host = not self.machine_memory or self.memory_bytes <= self.machine_memory
+        return on_host and self.fits_device
+
+    @property
+    def fits_device(self) -> bool:
+        """Whether the accelerator holds its part; it does if there is none."""
+        return not self.device_memory or self.device_memory_bytes <= self.device_memory
 
 
 @dataclass(frozen=True)

@@ -153,6 +153,8 @@ class RunReport:
         output_bytes: Bytes of the tensors written.
         verified_tensors: Quantized weights that were re-read and decoded to the solver's values.
         environment: Versions of what the numbers can depend on, and the thread count.
+        retreats: A sentence each time that the device was too small for how batches were run; the result is none the
+            worse.
     """
 
     version: str
@@ -172,6 +174,7 @@ class RunReport:
     output_bytes: int
     verified_tensors: int
     environment: Mapping[str, str] = field(default_factory=dict)
+    retreats: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

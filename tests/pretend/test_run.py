@@ -120,7 +120,7 @@ def test_neither_tokens_nor_columns_make_the_host_wait_more(make_model, accelera
 
 
 def test_a_batch_makes_the_host_wait_a_few_times(make_model, accelerator, tmp_path, monkeypatch):
-    monkeypatch.setattr("hessquant.pipeline.quantizing.TOKENS_PER_BATCH", 16)
+    monkeypatch.setattr("hessquant.planning.size._TOKENS_PER_DEVICE_BATCH", (16, 16))
     model = make_model(LLAMA)
     four, eight = (
         sum(waits_of(accelerator, model, tmp_path / str(windows), [tokens(windows, 16)]).values()) for windows in (4, 8)

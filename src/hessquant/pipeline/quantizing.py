@@ -22,7 +22,7 @@ from hessquant.models.source import ModelSource
 from hessquant.models.stream import StreamedModel
 from hessquant.pipeline.planning import planned
 from hessquant.pipeline.publishing import REPORTS, digest, is_complete, report_in, write_verified
-from hessquant.planning.size import TOKENS_PER_BATCH
+from hessquant.planning.size import tokens_per_batch
 from hessquant.records import Plan
 from hessquant.report.degraded import degradations, text_degradations
 from hessquant.results import SILENT, CalibrationRecord, Progress, RunReport
@@ -83,7 +83,7 @@ def quantize(
         kept_in = Path(run_dir) if run_dir else out.with_name(f"{out.name}.run")
         with RunStore(kept_in, keep=keep_run) as store, holding(out):
             finished = report_in(out) if is_complete(out) else None
-            batches = inputs.batches(TOKENS_PER_BATCH)
+            batches = inputs.batches(tokens_per_batch(source.place))
             streamed = StreamedModel(source, reader.tensors, reader.read)
             scales = ScaleCheck(plan.targets, reader.tensors, config)
             identity = _identity(plan, config, inputs.record, audit(reader, progress, scales))
@@ -145,13 +145,14 @@ def _report(
         run=run,
         settings=asdict(config),
         # The report goes with the checkpoint to other machines, to which this one's memory is nothing.
-        plan=replace(plan, machine_memory=0, remedies=()),
+        plan=replace(plan, machine_memory=0, device_memory=0, remedies=()),
         calibration=calibrated,
         layers=outcome.records,
         capture=outcome.capture,
         forwards_per_block=outcome.forwards_per_block,
         resumed_blocks=outcome.resumed_blocks,
         mapped_activation_bytes=outcome.mapped_activation_bytes,
+        retreats=outcome.retreats,
         degraded=(*text_degradations(outcome.records, calibrated), *degradations(outcome.records)),
         seconds=time.perf_counter() - clocks[0],
         cpu_seconds=time.process_time() - clocks[1],

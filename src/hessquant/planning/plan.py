@@ -17,6 +17,7 @@ from hessquant.models.library import uncollected
 from hessquant.models.probe import Probe, probe
 from hessquant.models.products import ProbedProduct
 from hessquant.models.source import ModelSource
+from hessquant.place import device_memory
 from hessquant.planning.composition import PlannedCheckpoint
 from hessquant.planning.patterns import weight_pattern
 from hessquant.planning.servers import tensor_parallel, untried, verdicts
@@ -79,6 +80,8 @@ def make_plan(
         window_length=config.window_length,
         context=context,
         place=str(source.place),
+        device_memory_bytes=sizes.device_memory(config),
+        device_memory=device_memory(source.device),
     )
 
 

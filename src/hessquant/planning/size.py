@@ -15,10 +15,18 @@ from hessquant.planning.work import HESSIAN, work
 from hessquant.records import Remedy, Target
 
 TOKENS_PER_BATCH = 2048
-"""Large enough for full speed of the products, small enough that a batch's activations stay in cache."""
+"""On the host: large enough for full speed of the products, small enough that a batch's activations stay in cache."""
+
+_TOKENS_PER_DEVICE_BATCH = 4096, 16384
+"""On an accelerator, which large batches keep busy: with little memory, and with `_MUCH` and more."""
+
+_MUCH = 32_000_000_000
 
 LIBRARIES = 380_000_000
 """What the process takes besides: for the imports, and for what kernels and libraries make when they are first used."""
+
+DRIVER = 2_000_000_000
+"""What an accelerator's driver and libraries take of the host's memory, and of its own: from reports, not measured."""
 
 _SCALE_BITS = 16
 
@@ -40,6 +48,13 @@ def bits_per_weight(targets: Iterable[Target]) -> float:
 def activation_budget(config: Config) -> int:
     """Bytes that activations may take in memory: as asked for, or a quarter of all that there is."""
     return memory.total_memory() // 4 if config.activation_memory is None else config.activation_memory
+
+
+def tokens_per_batch(place: Place) -> int:
+    """Tokens that go through the model at once, at most, unless one window has more."""
+    if place.is_host:
+        return TOKENS_PER_BATCH
+    return _TOKENS_PER_DEVICE_BATCH[device_memory(place.device) >= _MUCH]
 
 
 def activation_budget_on(place: Place) -> int:
@@ -73,13 +88,16 @@ class Sizes:
     """What the estimate of a run's memory is made of.
 
     Attributes:
-        fixed: Bytes that do not depend on calibration: weights of a block, and what quantizing them takes.
+        fixed: Bytes that do not depend on calibration: weights of a block, and what quantizing them takes. They are
+            where the model runs.
+        codes: Bytes of the codes of the block that has most, which are on the host.
         hidden_size: Width of the hidden state.
         widest: The target inside the blocks with the longest rows or columns; none if there are none.
         place: Where the model runs.
     """
 
     fixed: int
+    codes: int
     hidden_size: int
     widest: tuple[Target, ...]
     place: Place
@@ -89,25 +107,49 @@ class Sizes:
         """Those of a model whose targets are quantized with the refinement and token weights of `config`."""
         inside = [target for target in targets if target.block < len(probe.blocks)]
         widest = sorted(inside, key=lambda target: max(target.rows, target.columns))[-1:]
-        return cls(_fixed_bytes(probe, targets, config, place), probe.hidden_size, tuple(widest), place)
+        of_block = Counter[int]()
+        for target in targets:
+            of_block[target.block] += target.rows * target.columns
+        codes = max(of_block.values(), default=0)
+        return cls(_fixed_bytes(probe, targets, config, place), codes, probe.hidden_size, tuple(widest), place)
 
     def memory(self, config: Config) -> int:
-        """Estimated peak of anonymous memory while quantizing.
+        """Estimated peak of the host's anonymous memory while quantizing.
 
         What is fixed (`_fixed_bytes`), and the activations of every calibration token: those that are suspended where
-        each block runs once, else hidden states up to the budget, and the activations of one batch.
+        each block runs once, else hidden states up to the budget, and the activations of one batch. With an accelerator
+        it is what the driver takes, hidden states that have no room there, and codes: of the block at work, and of the
+        one before, which is being stored.
         """
+        if self.place.is_host:
+            return LIBRARIES + self.fixed + self._activations(config, activation_budget(config))
+        beyond = max(0, self._hidden_bytes(config) - activation_budget_on(self.place))
+        return LIBRARIES + DRIVER + 2 * self.codes + min(activation_budget(config), beyond)
+
+    def device_memory(self, config: Config) -> int:
+        """Estimated peak of the accelerator's memory; 0 where the model runs on the host."""
+        if self.place.is_host:
+            return 0
+        return DRIVER + self.fixed + self._activations(config, activation_budget_on(self.place))
+
+    def _activations(self, config: Config, budget: int) -> int:
+        """What of the activations is where the model runs."""
         length = config.window_length or LONGEST_DEFAULT_WINDOW
         tokens = config.num_windows * length
         if choose_capture(self.hidden_size, self.widest, tokens, config, self.place) == "once":
-            return self.fixed + suspended_bytes(self.hidden_size, self.widest, tokens, self.place)
-        of_batch = min(tokens, max(TOKENS_PER_BATCH, length))
-        kept = min(activation_budget(config), self.place.dtype.itemsize * self.hidden_size * tokens)
-        return self.fixed + kept + suspended_bytes(self.hidden_size, self.widest, of_batch, self.place)
+            return suspended_bytes(self.hidden_size, self.widest, tokens, self.place)
+        of_batch = min(tokens, max(tokens_per_batch(self.place), length))
+        kept = min(budget, self._hidden_bytes(config))
+        return kept + suspended_bytes(self.hidden_size, self.widest, of_batch, self.place)
+
+    def _hidden_bytes(self, config: Config) -> int:
+        """The hidden states of all tokens."""
+        tokens = config.num_windows * (config.window_length or LONGEST_DEFAULT_WINDOW)
+        return self.place.dtype.itemsize * self.hidden_size * tokens
 
 
 def _fixed_bytes(probe: Probe, targets: Sequence[Target], config: Config, place: Place) -> int:
-    """What the imports take, and the larger of what runs before the blocks and what the block takes that needs most.
+    """The larger of what runs before the blocks takes, and what the block takes that needs most.
 
     Of a block (a head that is quantized counts as one, with all that is outside the blocks) these are
       - its weights, and a byte per quantized weight,
@@ -126,12 +168,12 @@ def _fixed_bytes(probe: Probe, targets: Sequence[Target], config: Config, place:
         of_block.setdefault(target.block, []).append(target)
     if probe.whole:
         held = element * sum(weights.values()) + _codes(targets)
-        return LIBRARIES + held + max((_statistics(members, config, place) for members in of_block.values()), default=0)
+        return held + max((_statistics(members, config, place) for members in of_block.values()), default=0)
     stages = (
         element * weights[index] + _codes(members) + _statistics(members, config, place)
         for index, members in of_block.items()
     )
-    return LIBRARIES + max(element * outside, *stages)
+    return max(element * outside, *stages)
 
 
 def _codes(targets: Iterable[Target]) -> int:

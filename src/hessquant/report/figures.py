@@ -179,6 +179,11 @@ def reach(tensor_parallel: int, limited_by: str) -> str:
 
 def memory_sentences(plan: Plan) -> tuple[str, ...]:
     """What makes a run fit a machine that cannot hold it as planned, or that nothing does."""
+    if not plan.fits_device:
+        return (
+            f"{plan.place.partition(',')[0]} has {format_bytes(plan.device_memory)}, and it takes about "
+            f"{format_bytes(plan.device_memory_bytes)} there: with --device cpu the machine's memory counts",
+        )
     if plan.remedies:
         return tuple(
             f"with {remedy.options} it takes about {format_bytes(remedy.memory_bytes)}" for remedy in plan.remedies

@@ -32,6 +32,7 @@ def to_html(report: RunReport) -> str:
     title = f"Hessquant report: {plan.source}"
     sections = (
         _degraded(report.degraded),
+        *(f'<p class="note">{escape(sentence)}.</p>' for sentence in report.retreats),
         f'<div class="tiles">{_tiles(report)}</div>',
         *(_layer_sections(report) if report.layers else ()),
         _details(report),
@@ -42,7 +43,8 @@ def to_html(report: RunReport) -> str:
         f"<title>{escape(title)}</title><style>{_asset('report.css')}</style></head><body>"
         f"<header><h1>{escape(plan.source)}</h1>"
         f"<p>{escape(plan.architecture)}, quantized by Hessquant {escape(report.version)}: "
-        f"{len(plan.targets):,} weights in {len(plan.blocks):,} blocks, {_grids(report)}</p></header>"
+        f"{len(plan.targets):,} weights in {len(plan.blocks):,} blocks, {_grids(report)}"
+        f"{f', on {escape(plan.place)}' if plan.place else ''}</p></header>"
         f"<main>{''.join(sections)}</main><script>{_asset('report.js')}</script></body></html>\n"
     )
 

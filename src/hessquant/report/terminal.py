@@ -120,6 +120,10 @@ def _plan_facts(plan: Plan) -> Table:
     groups = ", ".join(map(format_group, sorted({target.grid.group_size for target in plan.targets})))
     context = f", of a context of {plan.context:,}" if plan.context is not None else ""
     machine = f" of the machine's {format_bytes(plan.machine_memory)}" if plan.machine_memory else ""
+    on_device = None
+    if plan.device_memory_bytes:
+        has = f" of its {format_bytes(plan.device_memory)}" if plan.device_memory else ""
+        on_device = f"about {format_bytes(plan.device_memory_bytes)}{has}"
     return _facts(
         ("Model", f"{plan.source} ({plan.architecture})"),
         ("Blocks", " + ".join(f"{count} x {name}" for name, count in Counter(map(kind_of, plan.blocks)).items())),
@@ -136,7 +140,12 @@ def _plan_facts(plan: Plan) -> Table:
             f"{format_percent(plan.unquantized_matrices)} without embeddings and head",
         ),
         ("Windows", None if plan.window_length is None else f"up to {plan.window_length:,} tokens{context}"),
+        ("Runs on", plan.place or None),
         ("Memory", f"about {format_bytes(plan.memory_bytes)}{machine}"),
+        (
+            "On the device",
+            f"about {format_bytes(plan.device_memory_bytes)}{on_device}" if plan.device_memory_bytes else None,
+        ),
         ("Tensor parallel", reach(plan.tensor_parallel, plan.tensor_parallel_limit)),
     )
 
@@ -241,6 +250,7 @@ def _run_facts(report: RunReport, out: Path) -> Table:
         ("Forward passes", f"{report.forwards_per_block:g} per block and window"),
         ("Resumed", f"{resumed} blocks were finished by an earlier run" if resumed else None),
         ("Activations", f"{format_bytes(mapped)} were kept in files" if mapped else None),
+        ("Held less", "; ".join(report.retreats) or None),
         ("Checkpoint", str(out)),
         ("Report", str(out / REPORT_NAME)),
         ("Page", str(out / PAGE_NAME)),
