@@ -10,6 +10,8 @@ from torch import Tensor
 
 from hessquant.errors import CaptureError
 
+_WAY_OUT = "name another --run-dir, or raise --activation-memory"
+
 
 class ActivationStore:
     """Keeps hidden states.
@@ -23,7 +25,7 @@ class ActivationStore:
         way_out: What the user may do, besides making room there, where the directory has no room for one.
     """
 
-    def __init__(self, budget: int, directory: Path, way_out: str) -> None:
+    def __init__(self, budget: int, directory: Path, way_out: str = _WAY_OUT) -> None:
         self.mapped_bytes = 0
         self._left, self._directory, self._way_out = budget, directory, way_out
 

@@ -23,8 +23,6 @@ from hessquant.results import LayerRecord, Progress
 from hessquant.run.solve import TargetSolver, put_back
 from hessquant.run.store import FinishedBlock, RunStore
 
-_WAY_OUT = "name another --run-dir, or raise --activation-memory"
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -76,7 +74,7 @@ def quantize_segments(
     kept = [store.read(segment.index) for segment in segments]
     # Finished segments are replayed for the sake of those after them, and for nothing else.
     last_unfinished = max((index for index, finished in enumerate(kept) if finished is None), default=-1)
-    activations = ActivationStore(activation_budget(config), store.directory, _WAY_OUT)
+    activations = ActivationStore(activation_budget(config), store.directory)
     states = run.begin(plan, batches, activations) if last_unfinished >= 0 else []
     progress.stage("quantize", len(plan.targets))
     records: list[LayerRecord] = []
