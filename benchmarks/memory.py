@@ -150,7 +150,7 @@ def measure(job: Job, allowance: int) -> Measured:
         )
         resource.prlimit(process.pid, resource.RLIMIT_DATA, (allowance, allowance))
         while process.poll() is None:
-            memory = _memory(process.pid)
+            memory = memory_of(process.pid)
             if memory is not None:
                 samples.append((time.monotonic(), *memory))
             time.sleep(INTERVAL)
@@ -160,7 +160,7 @@ def measure(job: Job, allowance: int) -> Measured:
     return _summed_up(job, samples)
 
 
-def _memory(pid: int) -> tuple[int, int] | None:
+def memory_of(pid: int) -> tuple[int, int] | None:
     """RssAnon and VmData of a process in bytes; None if it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
@@ -220,7 +220,7 @@ class _Events:
     def layer(self, record: LayerRecord) -> None: ...
 
     def _note(self, done: str | None) -> None:
-        anonymous, _ = _memory(os.getpid())
+        anonymous, _ = memory_of(os.getpid())
         event = {"time": time.monotonic(), "stage": self._stage, "done": done, "anonymous": anonymous}
         self._stream.write(json.dumps(event) + "\n")
         self._stream.flush()

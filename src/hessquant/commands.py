@@ -190,7 +190,7 @@ def export(
     return _DONE
 
 
-@_command("trust_remote_code")
+@_command("device", "trust_remote_code")
 def evaluate(
     model: _Model,
     against: Annotated[
@@ -214,7 +214,7 @@ def evaluate(
             text=text,
             num_windows=num_windows,
             window_length=window_length,
-            trust_remote_code=config.trust_remote_code,
+            config=config,
             progress=progress,
         )
     _show(evaluation, render_evaluation(evaluation))

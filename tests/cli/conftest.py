@@ -56,11 +56,11 @@ class FakePipeline(ModuleType):
         text=None,
         num_windows=None,
         window_length=None,
-        trust_remote_code=False,
+        config=None,
         progress=None,
     ):
         asked = {"model": model, "against": against, "text": text, "num_windows": num_windows}
-        self._ask(**asked, window_length=window_length, trust_remote_code=trust_remote_code)
+        self._ask(**asked, window_length=window_length, config=config)
         return self.evaluation
 
     def inspect(self, directory, *, trust_remote_code=False):

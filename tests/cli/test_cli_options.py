@@ -212,14 +212,14 @@ def test_plan_takes_the_options_of_quantize(pipeline):
 
 def test_evaluate_passes_every_option(pipeline):
     options = ["--against", "base", "--text", "t.txt", "--num-windows", "4", "--window-length", "64"]
-    assert cli.main(["evaluate", "m", *options, "--trust-remote-code"]) == 0
+    assert cli.main(["evaluate", "m", *options, "--trust-remote-code", "--device", "cpu"]) == 0
     assert pipeline.asked == {
         "model": "m",
         "against": "base",
         "text": "t.txt",
         "num_windows": 4,
         "window_length": 64,
-        "trust_remote_code": True,
+        "config": Config(trust_remote_code=True, device="cpu"),
     }
 
 
@@ -228,7 +228,7 @@ def test_evaluate_defaults(pipeline):
     assert (pipeline.asked["num_windows"], pipeline.asked["window_length"]) == (None, None)
     assert pipeline.asked["against"] is None
     assert pipeline.asked["text"] is None
-    assert pipeline.asked["trust_remote_code"] is False
+    assert pipeline.asked["config"] == Config()
 
 
 SINGLE = {

@@ -2,8 +2,8 @@ import math
 
 import pytest
 import torch
+from benchmarks.loading import logits_of
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import hessquant
@@ -63,6 +63,10 @@ class Recorder:
         self.steps += 1
 
 
+def contrasted(model, base, windows):
+    return compare(logits_of(model, windows), logits_of(base, windows), windows)
+
+
 def distributions(model, windows):
     """Next-token probabilities and targets of every predicted token, by the definition, in float64."""
     rows, targets = [], []
@@ -79,7 +83,7 @@ def distributions(model, windows):
 def test_perplexity_is_that_of_the_definition(model, windows):
     probabilities, targets = distributions(model, windows)
     nll = -sum(math.log(row[target]) for row, target in zip(probabilities, targets, strict=True)) / len(targets)
-    measured = perplexity(model, windows)
+    measured = perplexity(logits_of(model, windows), windows)
     assert measured.tokens == 4 + 16 + CHUNK + 39 + CHUNK == len(targets)
     assert measured.nll == pytest.approx(nll, rel=1e-12)
     assert measured.perplexity == pytest.approx(math.exp(nll), rel=1e-12)
@@ -91,62 +95,33 @@ def test_comparison_is_that_of_the_definitions(model, base, windows):
     kl = (theirs * (theirs / ours).log()).sum(-1).mean()
     reverse = (ours * (ours / theirs).log()).sum(-1).mean()
     agreement = (ours.argmax(-1) == theirs.argmax(-1)).double().mean()
-    contrast = compare(model, base, windows)
+    contrast = contrasted(model, base, windows)
     assert contrast.kl_divergence == pytest.approx(float(kl), rel=1e-10)
     assert contrast.kl_divergence > 0
     assert abs(float(kl) / float(reverse) - 1) > 1e-3  # the direction can be told
     assert contrast.top1_agreement == float(agreement)
     assert 0 < contrast.top1_agreement < 1
-    assert contrast.model == perplexity(model, windows)
-    assert contrast.base == perplexity(base, windows)
+    assert contrast.model == perplexity(logits_of(model, windows), windows)
+    assert contrast.base == perplexity(logits_of(base, windows), windows)
 
 
 def test_model_compared_with_itself_does_not_differ(model, windows):
-    contrast = compare(model, model, windows)
+    contrast = contrasted(model, model, windows)
     assert contrast.kl_divergence == 0
     assert contrast.top1_agreement == 1
     assert contrast.model == contrast.base
 
 
 def test_order_of_the_windows_does_not_matter(model, base, windows):
-    assert compare(model, base, windows) == compare(model, base, windows[::-1])
+    assert contrasted(model, base, windows) == contrasted(model, base, windows[::-1])
 
 
 def test_windows_have_no_context_from_each_other(model, windows):
-    alone = [perplexity(model, [window]) for window in windows if len(window.ids) > 1]
+    alone = [perplexity(logits_of(model, [window]), [window]) for window in windows if len(window.ids) > 1]
     total = math.fsum(one.nll * one.tokens for one in alone)
-    assert perplexity(model, windows).nll == pytest.approx(total / sum(one.tokens for one in alone), rel=1e-12)
-
-
-def test_dropout_is_off_and_training_modes_come_back(windows):
-    class Noisy(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.dropout = llama(0), nn.Dropout(0.5)
-
-        def forward(self, **inputs):
-            output = self.inner(**inputs)
-            output.logits = self.dropout(output.logits)
-            return output
-
-    noisy = Noisy()
-    noisy.train()
-    noisy.inner.eval()
-    assert perplexity(noisy, windows) == perplexity(llama(0), windows)
-    assert noisy.training
-    assert noisy.dropout.training
-    assert not any(module.training for module in noisy.inner.modules())
-
-
-def test_no_graph_and_no_cache_is_kept(model, windows):
-    seen = []
-
-    def hook(module, args, kwargs, output):
-        seen.append((output.logits.requires_grad, output.past_key_values))
-
-    model.register_forward_hook(hook, with_kwargs=True)
-    perplexity(model, windows)
-    assert seen == [(False, None)] * 4
+    assert perplexity(logits_of(model, windows), windows).nll == pytest.approx(
+        total / sum(one.tokens for one in alone), rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -157,27 +132,27 @@ def test_logits_that_are_not_finite_are_refused_with_window_and_position(model, 
 
     model.register_forward_hook(spoil)
     with pytest.raises(NonFiniteError, match="the model, window 2: NaN or infinite logits, first at position 3"):
-        perplexity(model, windows)
+        perplexity(logits_of(model, windows), windows)
     with pytest.raises(NonFiniteError, match="the base model, window 2"):
-        compare(base, model, windows)
+        contrasted(base, model, windows)
 
 
 def test_model_in_another_dtype_is_refused(model, windows):
     with pytest.raises(ConfigError, match=r"logits are torch\.bfloat16; evaluation is in float32"):
-        perplexity(model.to(torch.bfloat16), windows)
+        perplexity(logits_of(model.to(torch.bfloat16), windows), windows)
 
 
 def test_vocabularies_of_different_sizes_are_refused(model, windows):
     with pytest.raises(ConfigError, match="has 97 tokens in its vocabulary and the base model 101"):
-        compare(model, llama(0, vocabulary=101), windows)
+        contrasted(model, llama(0, vocabulary=101), windows)
 
 
 @pytest.mark.parametrize("windows", [(), (TokenWindow((3,)), TokenWindow((4,)))])
 def test_windows_without_a_prediction_are_refused(model, base, windows):
     with pytest.raises(NotEnoughTextError, match=f"{len(windows)} windows hold no token to predict"):
-        perplexity(model, windows)
+        perplexity(logits_of(model, windows), windows)
     with pytest.raises(NotEnoughTextError):
-        compare(model, base, windows)
+        contrasted(model, base, windows)
 
 
 def test_perplexity_beyond_floats_is_infinite():
@@ -198,24 +173,24 @@ def saved(tmp_path, model, base):
     return str(tmp_path / "small"), str(tmp_path / "base"), str(tmp_path / "test.txt"), windows
 
 
-def test_evaluation_record_says_what_was_measured(model, saved):
+def test_evaluation_record_says_what_was_contrasted(model, saved):
     small, _, text, windows = saved
     progress = Recorder()
     record = hessquant.evaluate(small, text=text, window_length=9, progress=progress)
-    measured = perplexity(model, windows)
+    measured = perplexity(logits_of(model, windows), windows)
     assert (record.model, record.text, record.windows, record.window_length) == (small, "test.txt", 5, 9)
     assert (record.nll, record.perplexity, record.tokens) == (measured.nll, measured.perplexity, measured.tokens)
     assert record.comparison is None
-    assert (progress.stages, progress.steps) == ([("evaluate", 5)], 5)
+    assert (progress.stages, progress.steps) == ([("evaluate", 15)], 15)
 
 
 def test_evaluation_record_against_a_base_holds_the_comparison(model, base, saved):
     small, against, text, windows = saved
     progress = Recorder()
     record = hessquant.evaluate(small, against=against, text=text, window_length=9, progress=progress)
-    contrast = compare(model, base, windows)
+    contrast = contrasted(model, base, windows)
     assert record.nll == contrast.model.nll
     assert record.comparison == Comparison(
         against, contrast.base.perplexity, contrast.kl_divergence, contrast.top1_agreement
     )
-    assert (progress.stages, progress.steps) == ([("evaluate", 5)], 5)
+    assert (progress.stages, progress.steps) == ([("evaluate", 25)], 25)

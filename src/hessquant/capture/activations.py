@@ -11,6 +11,8 @@ from torch import Tensor
 from hessquant.errors import CaptureError
 from hessquant.place import HOST, on_host
 
+_WAY_OUT = "name another --run-dir, or raise --activation-memory"
+
 
 class ActivationStore:
     """Keeps hidden states.
@@ -25,7 +27,7 @@ class ActivationStore:
         on_device: Bytes to keep on the accelerator that they come from, before any is kept in memory.
     """
 
-    def __init__(self, budget: int, directory: Path, way_out: str, on_device: int = 0) -> None:
+    def __init__(self, budget: int, directory: Path, way_out: str = _WAY_OUT, on_device: int = 0) -> None:
         self.mapped_bytes = 0
         self._left, self._left_on_device = budget, on_device
         self._directory, self._way_out = directory, way_out

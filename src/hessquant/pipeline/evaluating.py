@@ -1,11 +1,12 @@
 """Measuring a model: text -> windows -> blocks -> logits -> numbers."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import gettempdir
 
+import torch
 from torch import Tensor
 
 from hessquant.calibration.fit import refuse_unfit_windows, refuse_window_length
@@ -16,7 +17,7 @@ from hessquant.checkpoint.decoded import DecodedCheckpoint
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.unpacked import UnpackedCheckpoint, quantization_of, refuse_undescribed
 from hessquant.config import Config
-from hessquant.errors import PlanError, SourceError
+from hessquant.errors import DeviceMemoryError, PlanError, SourceError
 from hessquant.evaluation import Perplexity, compare, perplexity, predicted_tokens, refuse_vocabularies
 from hessquant.memory import map_large_blocks
 from hessquant.models.context import context_of
@@ -25,7 +26,8 @@ from hessquant.models.library import predicts_next_token
 from hessquant.models.probe import probe
 from hessquant.models.source import ModelSource, resolve
 from hessquant.models.stream import StreamedModel
-from hessquant.planning.size import activation_budget
+from hessquant.place import find_device
+from hessquant.planning.size import activation_budget, activation_budget_on
 from hessquant.records import TensorInfo, TokenWindow
 from hessquant.results import SILENT, Comparison, Evaluation, Progress
 from hessquant.run.forward import ForwardPass
@@ -40,7 +42,7 @@ def evaluate(
     text: str | None = None,
     num_windows: int | None = None,
     window_length: int | None = None,
-    trust_remote_code: bool = False,
+    config: Config | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
     """Measure a model's perplexity, and how far it is from a base model.
@@ -51,25 +53,29 @@ def evaluate(
         text: A text as `quantize` takes it for calibration; None = the held-out part of the built-in text.
         num_windows: Windows to use; None = all.
         window_length: Tokens per window; None = the smaller of 2048 and the context of every model.
-        trust_remote_code: Allow code that comes with the model to run.
+        config: `device`, `activation_memory` and `trust_remote_code` count, and nothing else: it is all in float32.
         progress: Told of every window.
 
     Raises:
         RefusedError: If a model or the text cannot be used.
         FailedError: If a checkpoint is malformed, or logits are not finite.
     """
-    source = resolve(model, trust_remote_code=trust_remote_code)
-    base = None if against is None else resolve(against, trust_remote_code=trust_remote_code)
-    models = [source] if base is None else [source, base]
+    config = config or Config()
+    device = find_device(config.device)
+    models = [
+        replace(resolve(name, trust_remote_code=config.trust_remote_code), device=device)
+        for name in (model, against)
+        if name is not None
+    ]
     for each in models:
         _refuse_without_logits(each)
         refuse_window_length(window_length, each)
     length = window_length_of(window_length, *(context_of(each.config).least for each in models))
-    windows = evaluation_windows(text, source.tokenizer, num_windows=num_windows, window_length=length)
+    windows = evaluation_windows(text, models[0].tokenizer, num_windows=num_windows, window_length=length)
     for each in models:
         refuse_unfit_windows(windows, each.config)
     map_large_blocks()
-    measured, comparison, whole = _measure(source, base, windows, progress or SILENT)
+    measured, comparison, whole = _measure(models, windows, config, progress or SILENT)
     return Evaluation(
         model=model,
         text="builtin" if text is None else text if text.startswith("hub:") else Path(text).name,
@@ -95,7 +101,7 @@ def _refuse_without_logits(source: ModelSource) -> None:
 
 
 def _measure(
-    source: ModelSource, base: ModelSource | None, windows: Sequence[TokenWindow], progress: Progress
+    models: Sequence[ModelSource], windows: Sequence[TokenWindow], config: Config, progress: Progress
 ) -> tuple[Perplexity, Comparison | None, str]:
     """Take the windows through each model in turn; then both heads are in memory, and give logits window by window.
 
@@ -103,14 +109,18 @@ def _measure(
         What is measured of the model, how far it is from the base, and why the model was in memory as a whole.
     """
     predicted_tokens(windows)
+    source, base = models[0], models[1] if len(models) > 1 else None
     with ExitStack() as opened:
+        opened.enter_context(_refusing_shortage(source))
         ours = _forward_pass(source, windows, opened)
         theirs = None if base is None else _forward_pass(base, windows, opened, "base: ")
         passes = [ours] if theirs is None else [ours, theirs]
         if theirs is not None and ours.vocabulary is not None and theirs.vocabulary is not None:
             refuse_vocabularies(ours.vocabulary, theirs.vocabulary)
         # Where any program's temporary files go; none of these has a name for longer than it takes to map it.
-        activations = ActivationStore(activation_budget(Config()), Path(gettempdir()), _WAY_OUT)
+        activations = ActivationStore(
+            activation_budget(config), Path(gettempdir()), _WAY_OUT, activation_budget_on(source.place)
+        )
         progress.stage("evaluate", sum(each.steps for each in passes) + len(windows))
         for each in passes:
             each.begin(activations, progress)
@@ -122,6 +132,19 @@ def _measure(
         base.name, contrast.base.perplexity, contrast.kl_divergence, contrast.top1_agreement, theirs.whole
     )
     return contrast.model, comparison, ours.whole
+
+
+@contextmanager
+def _refusing_shortage(source: ModelSource) -> Iterator[None]:
+    """Inside, a device that runs out of memory is an error of ours: one window is run at a time, which is the least."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition("\n")[0]
+        raise DeviceMemoryError(
+            f"{source.name}: {source.device} ran out of memory with one window in one block ({reason}); take a smaller "
+            "--window-length, or --device cpu"
+        ) from error
 
 
 def _forward_pass(

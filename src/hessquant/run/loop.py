@@ -27,8 +27,6 @@ from hessquant.run.solve import TargetSolver, put_back
 from hessquant.run.store import FinishedBlock, RunStore
 from hessquant.run.way import Way, first_way
 
-_WAY_OUT = "name another --run-dir, or raise --activation-memory"
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -120,7 +118,7 @@ class _Run:
         # Finished segments are replayed for the sake of those after them, and for nothing else.
         last_unfinished = max((index for index, finished in enumerate(kept) if finished is None), default=-1)
         budget, on_device = activation_budget(self.config), activation_budget_on(self.streamed.place)
-        activations = ActivationStore(budget, self.store.directory, _WAY_OUT, on_device)
+        activations = ActivationStore(budget, self.store.directory, on_device=on_device)
         states = self.begin(plan, activations) if last_unfinished >= 0 else []
         self.progress.stage("quantize", len(plan.targets))
         records: list[LayerRecord] = []
