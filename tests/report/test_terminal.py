@@ -135,6 +135,14 @@ def test_an_evaluation_without_a_base_shows_one_model(evaluation):
     assert "org/small-model" not in text
 
 
+def test_an_evaluation_says_what_was_in_memory_as_a_whole(evaluation):
+    assert "in memory" not in shown(render_evaluation(evaluation))
+    base = replace(evaluation.comparison, whole="model.layers.1 is called 2 times")
+    text = shown(render_evaluation(replace(evaluation, comparison=base)))
+    assert "All of org/small-model was in memory, since model.layers.1 is called 2 times" in text
+    assert "All of out/small was in memory, since it is" in shown(render_evaluation(replace(evaluation, whole="it is")))
+
+
 def test_an_inspection_shows_what_is_there_and_its_faults(inspection):
     text = shown(render_inspection(inspection))
     assert "30 weights, 4.3125 bits per weight" in text

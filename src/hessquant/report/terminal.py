@@ -78,7 +78,9 @@ def render_evaluation(evaluation: Evaluation) -> RenderableType:
         f"{evaluation.tokens:,} predicted tokens in {evaluation.windows:,} windows of "
         f"{evaluation.window_length:,}, float32, text: {evaluation.text}; {evaluation.nll:.5f} nats per token"
     )
-    return _page(_table("Evaluation", columns, rows), Text(recipe, style="dim"))
+    whole = {evaluation.model: evaluation.whole, **({} if base is None else {base.base: base.whole})}
+    notes = [Text(f"All of {name} was in memory, since {why}", style="dim") for name, why in whole.items() if why]
+    return _page(_table("Evaluation", columns, rows), Text(recipe, style="dim"), *notes)
 
 
 def render_export(report: ExportReport, out: Path) -> RenderableType:
