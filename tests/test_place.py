@@ -62,6 +62,14 @@ def faults_in(code: str, name: str) -> list[str]:
     return faults
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_no_module_lets_products_be_rounded_otherwise(name):
+    # Such as to TF32. They are settings of the whole process, and whoever embeds us has them as they were.
+    code = (PACKAGE / name).read_text(encoding="utf-8")
+    settings = "tf32", "matmul_precision", "fp32_precision", "fp16_accumulation", "reduced_precision", "autocast"
+    assert not [setting for setting in settings if setting in code.lower()]
+
+
 @pytest.mark.parametrize("name", [name for name in FILES if name != "place.py"])
 def test_no_module_but_place_names_a_device(name):
     assert faults_in((PACKAGE / name).read_text(encoding="utf-8"), name) == []

@@ -66,11 +66,12 @@ class NonFiniteError(FailedError):
 
     Attributes:
         place: Index of the first such number in the tensor that was looked at, when it is known.
+        value: The number itself, likewise.
     """
 
-    def __init__(self, message: str, place: tuple[int, ...] | None = None) -> None:
+    def __init__(self, message: str, place: tuple[int, ...] | None = None, value: float | None = None) -> None:
         super().__init__(message)
-        self.place = place
+        self.place, self.value = place, value
 
 
 class FactorizationError(FailedError):

@@ -5,6 +5,7 @@ wherever it runs: sums and factors are float32 or float64 (`hessquant.core`), th
 """
 
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -109,3 +110,23 @@ _COMPILED_FOR_BY_TRITON = frozenset({"cuda", "xpu"})  # torch calls ROCm's devic
 def has_triton(device: torch.device) -> bool:
     """Whether kernels in Triton run on a device: it is of a kind that Triton compiles for, and Triton is installed."""
     return device.type in _COMPILED_FOR_BY_TRITON and find_spec("triton") is not None
+
+
+@cache
+def multiplies_into_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether matrices of a 16-bit dtype can be multiplied to float32 results on a device, as tensor cores do it.
+
+    Which can is torch's matter, by version, maker and generation, and so one small product is tried. The host is not
+    asked: what is computed there does not depend on torch's version.
+    """
+    if device == HOST.device:
+        return False
+    side = torch.full((16, 16), 255.0, dtype=dtype, device=device)
+    try:
+        product = torch.mm(side, side, out_dtype=torch.float32)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except RuntimeError:
+        return False
+    # Which no 16 bits hold.
+    return bool((product == 16 * 255.0**2).all())

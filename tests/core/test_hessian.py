@@ -6,14 +6,16 @@ from tests.problems import correlated_inputs
 from tests.watched import LiveBytes
 
 from hessquant.core import hessian
+from hessquant.core.finite import first_non_finite
+from hessquant.core.gram import WeightedTokens
 from hessquant.core.hessian import HessianAccumulator, HessianStatistics
 from hessquant.errors import NonFiniteError
 
 
-def collected(parts, weights=None):
+def collected(parts, weighted=None):
     statistics = HessianStatistics.empty(parts[0].shape[1], parts[0].dtype)
-    for index, part in enumerate(parts):
-        statistics = hessian.add(statistics, part, None if weights is None else weights[index])
+    for part in parts:
+        statistics = hessian.add(statistics, part, weighted)
     return statistics
 
 
@@ -27,7 +29,7 @@ def test_the_mean_is_the_gram_matrix_over_tokens_at_every_tiling(columns, seed):
 
 def test_a_windows_first_token_counts_as_often_as_it_is_read():
     inputs = correlated_inputs(12, 8, 3)
-    mean = hessian.hessian(collected([inputs], [hessian.first_token_weights(3, 4)]))
+    mean = hessian.hessian(collected([inputs], hessian.first_token_weights(4)))
     repeated = torch.cat([inputs, *[inputs[0::4]] * 3])
     torch.testing.assert_close(mean, repeated.T @ repeated / len(repeated), rtol=1e-12, atol=1e-12)
 
@@ -49,11 +51,13 @@ def test_batches_and_machines_give_the_same_statistics():
 
 def test_a_token_of_weight_two_counts_twice():
     inputs = correlated_inputs(3, 4, 3)
-    weights = torch.tensor([2.0, 1.0, 0.0])
-    weighted = collected([inputs], [weights])
-    repeated = collected([inputs[[0, 0, 1]]])
-    torch.testing.assert_close(hessian.hessian(weighted), hessian.hessian(repeated))
-    assert (weighted.weight_sum, weighted.token_count) == (3.0, 3)
+    twice = collected([inputs], WeightedTokens(slice(0, 1), 2.0))
+    repeated = collected([inputs[[0, 0, 1, 2]]])
+    torch.testing.assert_close(hessian.hessian(twice), hessian.hessian(repeated))
+    assert (twice.weight_sum, twice.token_count) == (4.0, 3)
+    never = collected([inputs], WeightedTokens(slice(2, 3), 0.0))
+    torch.testing.assert_close(hessian.hessian(never), hessian.hessian(collected([inputs[:2]])))
+    assert (never.weight_sum, never.token_count) == (2.0, 3)
 
 
 def test_inputs_and_statistics_are_left_as_they_were():
@@ -74,9 +78,16 @@ def test_a_non_finite_input_is_refused_with_its_place(bad):
     assert caught.value.place == (11, 3)
 
 
+def test_an_accumulator_counts_the_place_among_all_that_it_was_given():
+    accumulator = accumulated([torch.ones(5, 4)] * 2)
+    with pytest.raises(NonFiniteError, match="token 11, channel 2 is inf") as caught:
+        accumulator.add(torch.ones(5, 4).index_put((torch.tensor(1), torch.tensor(2)), torch.tensor(torch.inf)))
+    assert (caught.value.place, caught.value.value) == ((11, 2), torch.inf)
+
+
 def test_large_finite_inputs_are_not_taken_for_infinite_ones():
     inputs = torch.full((4, 2), 3e38)
-    assert hessian.first_non_finite(inputs) is None
+    assert first_non_finite(inputs) is None
 
 
 @pytest.mark.parametrize("columns", [3, 400])
@@ -91,7 +102,7 @@ def test_what_is_above_the_diagonal_of_the_sum_does_not_count(columns):
 def test_one_token_of_any_weight_is_its_own_mean():
     inputs = correlated_inputs(1, 4, 8)
     for weight in (0.25, 1.0, 4.0):
-        mean = hessian.hessian(collected([inputs], [torch.tensor([weight])]))
+        mean = hessian.hessian(collected([inputs], WeightedTokens(slice(None), weight)))
         torch.testing.assert_close(mean, inputs.T @ inputs)
 
 
@@ -99,18 +110,17 @@ def test_no_tokens_give_a_zero_hessian():
     assert not hessian.hessian(HessianStatistics.empty(3)).any()
 
 
-def accumulated(parts, weights=None):
+def accumulated(parts, weighted=None):
     accumulator = HessianAccumulator()
-    for index, part in enumerate(parts):
-        accumulator.add(part, None if weights is None else weights[index])
+    for part in parts:
+        accumulator.add(part, weighted)
     return accumulator
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_an_accumulator_ends_in_the_statistics_of_all_that_it_was_given(dtype):
     parts = list(correlated_inputs(40, 400, 6, dtype).split(13))
-    weights = [torch.rand(len(part), generator=torch.Generator().manual_seed(0)) for part in parts]
-    for of_tokens in (None, weights):
+    for of_tokens in (None, WeightedTokens(slice(1, None, 3), 2.5)):
         found, expected = accumulated(parts, of_tokens).take(), collected(parts, of_tokens)
         assert torch.equal(hessian.hessian(found), hessian.hessian(expected))
         assert (found.weight_sum, found.token_count) == (expected.weight_sum, expected.token_count)

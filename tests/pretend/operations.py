@@ -43,6 +43,8 @@ class Operations:
             result = host_args[1]
         elif operation is torch.ops.aten.histc.default and not host_args[0].is_floating_point():
             result = operation(host_args[0].double(), *host_args[1:], **host_kwargs).to(host_args[0].dtype)
+        elif operation is torch.ops.aten.mm.dtype:
+            result = _product_in(*host_args)
         else:
             result = operation(*host_args, **host_kwargs)
         for at, tensor, seen in call.seen:
@@ -227,3 +229,10 @@ def _copy(traits, source, target, *_):
     if traits.resizes:
         target.resize_(source.shape)
     target.copy_(source)
+
+
+def _product_in(left, right, dtype):
+    """What GPUs have and the CPU has not: a product of 16-bit matrices, in float32."""
+    if left.dtype != right.dtype or left.dtype not in (torch.bfloat16, torch.float16) or dtype != torch.float32:
+        raise RuntimeError(f"no product of {left.dtype} and {right.dtype} in {dtype}")
+    return left.to(dtype) @ right.to(dtype)

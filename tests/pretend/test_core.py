@@ -77,10 +77,10 @@ def test_a_weight_and_a_hessian_on_two_devices_are_not_solved(accelerator):
 
 def test_statistics_are_summed_where_the_inputs_are(accelerator):
     inputs, device = correlated_inputs(40, 200, 0), accelerator.device
-    weights = first_token_weights(4, 10)
-    assert_same(first_token_weights(4, 10, device), weights, device)
+    weights = first_token_weights(10)
+    assert_same(weights.values(40, device), weights.values(40), device)
     here = hessian.add(HessianStatistics.empty(200, torch.float64), inputs, weights)
-    there = hessian.add(HessianStatistics.empty(200, torch.float64, device), inputs.to(device), weights.to(device))
+    there = hessian.add(HessianStatistics.empty(200, torch.float64, device), inputs.to(device), weights)
     assert (there.weight_sum, there.token_count) == (here.weight_sum, here.token_count)
     mean = hessian.hessian(here)
     assert_same(hessian.hessian(there), mean, device)

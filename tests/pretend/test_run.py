@@ -4,11 +4,14 @@ import gc
 import hashlib
 
 import pytest
+import torch
 from tests.architectures.families import OTHERS, build, text_ids, tiny
 from tests.tiny import TINY, tokens
 from transformers import GPT2Config, LlamaConfig, MixtralConfig
 
 import hessquant
+from hessquant.capture.prelude import record_arguments
+from hessquant.errors import NonFiniteError
 
 ONE_BLOCK = TINY | {"num_hidden_layers": 1}
 LLAMA = LlamaConfig(**ONE_BLOCK)
@@ -119,14 +122,61 @@ def test_neither_tokens_nor_columns_make_the_host_wait_more(make_model, accelera
     assert usual == waits_of(accelerator, wider, tmp_path / "wider", [tokens(4, 16)])
 
 
-def test_a_batch_makes_the_host_wait_a_few_times(make_model, accelerator, tmp_path, monkeypatch):
+@pytest.mark.parametrize("forward_dtype", ["float32", "source"])
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_a_batch_makes_the_host_wait_a_few_times_however_many_blocks_there_are(
+    blocks, forward_dtype, make_model, accelerator, tmp_path, monkeypatch
+):
     monkeypatch.setattr("hessquant.planning.size._TOKENS_PER_DEVICE_BATCH", (16, 16))
-    model = make_model(LLAMA)
-    four, eight = (
-        sum(waits_of(accelerator, model, tmp_path / str(windows), [tokens(windows, 16)]).values()) for windows in (4, 8)
-    )
-    # Its ids are copied; its inputs are found finite at four stops, and its arguments to be those of the batch before.
-    assert eight - four <= 4 * 11
+    model = make_model(LlamaConfig(**(TINY | {"num_hidden_layers": blocks})))
+    waits = []
+    for windows in (2, 4, 8):
+        accelerator.waits.clear()
+        out = tmp_path / str(windows)
+        quantize(model, out, [tokens(windows, 16)], forward_dtype=forward_dtype)
+        waits.append(accelerator.waited())
+    # Its ids are copied, transformers looks whether any is masked, and its arguments are found to be those of the batch
+    # before: cosines, sines, positions and their cache.
+    assert waits[2] - waits[1] == 4 * (1 + 1 + 4)
+
+
+@pytest.mark.parametrize("forward_dtype", ["float32", "source"])
+@pytest.mark.parametrize("capture", ["once", "passes"])
+def test_a_bad_window_is_named_there_too(capture, forward_dtype, make_model, accelerator, tmp_path, monkeypatch):
+    monkeypatch.setattr("hessquant.planning.size._TOKENS_PER_DEVICE_BATCH", (32, 32))
+
+    def poisoned(*args):
+        states = record_arguments(*args)
+        for bad in (7, 3):
+            state = next(state for state in states if bad in state.windows)
+            state.hidden[state.windows.index(bad), 9, 11] = float("nan")
+        return states
+
+    monkeypatch.setattr("hessquant.run.loop.record_arguments", poisoned)
+    message = r"layers\.0\.self_attn\.q_proj\.weight: the input is nan in calibration window 3, token 9, channel 0;"
+    with pytest.raises(NonFiniteError, match=message):
+        quantize(make_model(LLAMA), tmp_path / "out", [tokens(10, 16)], capture=capture, forward_dtype=forward_dtype)
+    assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("name", ["llama", "experts", "every expert"])
+def test_a_run_in_16_bit_gives_the_losses_that_it_gives_here(name, make_model, accelerator, tmp_path, monkeypatch):
+    config, settings = CASES[name]
+    model, products = make_model(config), []
+    multiply = torch.mm
+
+    def mm(*args, **kwargs):
+        products.append(kwargs)
+        return multiply(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    reports = [
+        quantize(model, tmp_path / device, device=device, **settings, forward_dtype="source")
+        for device in ("cpu", "auto")
+    ]
+    assert products.count({"out_dtype": torch.float32}) >= 4
+    here, there = ([layer.loss for layer in report.layers] for report in reports)
+    assert there == pytest.approx(here, rel=0.1)  # other codes follow where two are as good
 
 
 def test_a_run_leaves_nothing_there(make_model, accelerator, tmp_path):

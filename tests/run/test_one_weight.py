@@ -56,10 +56,10 @@ def small_pieces(monkeypatch):
     """Whatever is made in pieces is made in small ones."""
     monkeypatch.setattr(factoring, "_CHUNK", 1 << 11)
     monkeypatch.setattr(refine, "_STRIP", 32)
-    monkeypatch.setattr(hessian, "_DIAGONAL_TILE", 32)
-    hessian.lower_tiles.cache_clear()
+    monkeypatch.setattr(gram, "_DIAGONAL_TILE", 32)
+    gram.lower_tiles.cache_clear()
     yield
-    hessian.lower_tiles.cache_clear()
+    gram.lower_tiles.cache_clear()
 
 
 SETTINGS = [

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from hessquant.capture.prelude import Tokens
 from hessquant.capture.segments import B, Segment
 from hessquant.capture.stops import InputGroup, Key, Stop
+from hessquant.core.gram import WeightedTokens
 from hessquant.core.hessian import HessianAccumulator, HessianStatistics, first_token_weights
 from hessquant.errors import CaptureError, NonFiniteError
 from hessquant.models.experts import through_every_expert
@@ -49,6 +51,7 @@ class Collector:
                     self._stop_of[parameter] = stop
                     self._group_of[parameter, piece] = group
         self._accumulators: dict[str, HessianAccumulator] = {}
+        self._added: dict[str, list[_Rows]] = {}
         self._module_calls: dict[tuple[object, str], tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self._modules: dict[str, nn.Module] = {}
 
@@ -116,7 +119,7 @@ class Collector:
         """Add one product's inputs to the statistics of its group, if it is the group's first matrix.
 
         Raises:
-            NonFiniteError: If an input is NaN or Inf.
+            NonFiniteError: If an input is NaN or Inf; on an accelerator, `take` raises it.
         """
         for piece, inputs in _pieces(product):
             group = self._group_of.get((product.name, piece))
@@ -127,24 +130,52 @@ class Collector:
                 # Where all matrices of a stack are multiplied at once, tokens of other experts are rows of zeros.
                 rows = rows[rows.any(dim=1)]
             accumulator = self._accumulators.setdefault(group.leader, HessianAccumulator())
-            try:
+            self._added.setdefault(group.leader, []).append(_Rows(len(rows), batch.windows, batch.tokens))
+            with self._naming(group.leader):
                 accumulator.add(rows, weights_for(inputs, batch) if group.weighted else None)
-            except NonFiniteError as error:
-                raise _named(error, group.leader, rows, batch) from error
 
     def take(self, stop: Stop) -> dict[str, HessianStatistics]:
         """Give up a stop's statistics by the leader of each group, and count it as quantized.
 
         Raises:
             CaptureError: If no batch has reached it.
+            NonFiniteError: If an input was NaN or Inf; names the weight, the window and the channel.
         """
         leaders = [group.leader for group in stop.groups]
-        sums = {leader: self._accumulators.pop(leader).take() for leader in leaders if leader in self._accumulators}
-        reached = {leader: statistics for leader, statistics in sums.items() if statistics is not None}
+        reached: dict[str, HessianStatistics] = {}
+        for leader in leaders:
+            with self._naming(leader):
+                statistics = self._accumulators.pop(leader).take() if leader in self._accumulators else None
+            self._added.pop(leader, None)
+            if statistics is not None:
+                reached[leader] = statistics
         if not stop.may_be_skipped and (not reached or (len(reached) < len(leaders) and not stop.module)):
             raise CaptureError(f"no calibration token reached {stop.leader}; the forward pass did not go as planned")
         self.quantized.add(stop.leader)
         return reached
+
+    @contextmanager
+    def _naming(self, leader: str) -> Iterator[None]:
+        """Inside, an input that is not finite is named by its window."""
+        try:
+            yield
+        except NonFiniteError as error:
+            raise _named(error, leader, self._added[leader]) from error
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What is to be known of a batch's inputs once they are added, should one of them not be finite.
+
+    Attributes:
+        rows: How many they are.
+        windows: Index of each of the batch's windows among all.
+        tokens: Tokens in the batch.
+    """
+
+    rows: int
+    windows: tuple[int, ...]
+    tokens: int
 
 
 class _Reached(Exception):
@@ -217,21 +248,21 @@ class SameInputs:
             del self._sources[stop.leader], self._followers[stop.leader]
 
 
-def weights_for(inputs: Tensor, batch: Tokens) -> Tensor | None:
-    """What each token counts in the Hessian of weights that feed attention, for the tokens that `inputs` hold.
+def weights_for(inputs: Tensor, batch: Tokens) -> WeightedTokens | None:
+    """What tokens count in the Hessian of weights that feed attention, for the tokens that `inputs` hold.
 
     Args:
         inputs: What a weight is multiplied with: [windows, length, columns], or the same flattened to two dimensions.
         batch: The batch that they are of; its windows are all of one length.
 
     Returns:
-        [tokens]; None = all alike, where it is not known which token a row belongs to.
+        None = all alike, where it is not known which token a row belongs to.
     """
     windows = len(batch.windows)
     if inputs.ndim == 3 and len(inputs) == windows:
-        return first_token_weights(windows, inputs.shape[1], inputs.device)
+        return first_token_weights(inputs.shape[1])
     if inputs.ndim == 2 and len(inputs) == batch.tokens:
-        return first_token_weights(windows, batch.tokens // windows, inputs.device)
+        return first_token_weights(batch.tokens // windows)
     # Tokens were chosen, repeated or ordered otherwise.
     return None
 
@@ -244,15 +275,21 @@ def _pieces(product: Product) -> Iterator[tuple[int, Tensor]]:
         yield from enumerate(product.inputs)
 
 
-def _named(error: NonFiniteError, name: str, rows: Tensor, batch: Tokens) -> NonFiniteError:
+def _named(error: NonFiniteError, name: str, added: Sequence[_Rows]) -> NonFiniteError:
     token, channel = error.place or (0, 0)
-    per_window = len(rows) // len(batch.windows)
-    if len(rows) == batch.tokens:
-        where = f"window {batch.windows[token // per_window]}, token {token % per_window}"
+    batch = 0
+    while token >= added[batch].rows:
+        token -= added[batch].rows
+        batch += 1
+    rows, windows = added[batch].rows, added[batch].windows
+    per_window = rows // len(windows)
+    if rows == added[batch].tokens:
+        where = f"window {windows[token // per_window]}, token {token % per_window}"
     else:
-        where = f"one of windows {batch.windows[0]} to {batch.windows[-1]}"
+        where = f"one of windows {windows[0]} to {windows[-1]}"
     return NonFiniteError(
-        f"{name}: the input is {float(rows[token, channel])} in calibration {where}, channel {channel}; "
+        f"{name}: the input is {error.value} in calibration {where}, channel {channel}; "
         "look at that window's text or at the layers before; more damping does not help",
         (token, channel),
+        error.value,
     )

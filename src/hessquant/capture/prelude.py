@@ -6,7 +6,7 @@ model passes it, per block; the last stand-in ends the pass, so that the head do
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -109,33 +109,52 @@ def record_arguments(
     for batch in batches:
         with torch.no_grad():
             calls = record_calls(model, blocks, returns_tuple, partial(run_batch, model, batch))
-        arguments = tuple(interned.arguments(arguments) for _, arguments in calls)
-        states.append(BatchState(batch, keep(calls[0][0]), arguments))
+        states.append(BatchState(batch, keep(calls[0][0]), interned.arguments(arguments for _, arguments in calls)))
     return states
 
 
 class _Interned:
-    """Makes arguments that are equal one object: masks and rotary tables are the same for every batch of a shape."""
+    """Makes arguments that are equal one object: masks and rotary tables are the same for every batch of a shape.
+
+    Values are compared once per object, which is passed to many blocks: an accelerator is waited for each time.
+    """
 
     def __init__(self) -> None:
         self._latest: dict[tuple[torch.Size, torch.dtype], deque[Tensor]] = {}
 
-    def arguments(self, arguments: BlockArguments) -> BlockArguments:
-        """The arguments, with a tensor that was seen before in place of an equal one."""
-        return BlockArguments(
-            tuple(self._value(value) for value in arguments.args),
-            {name: self._value(value) for name, value in arguments.kwargs.items()},
-            arguments.by_keyword,
+    def arguments(self, calls: Iterable[BlockArguments]) -> tuple[BlockArguments, ...]:
+        """The arguments of a batch's blocks, with a tensor that was seen before in place of an equal one."""
+        seen: dict[int, tuple[Tensor, Tensor]] = {}
+        return tuple(
+            BlockArguments(
+                tuple(self._value(value, seen) for value in call.args),
+                {name: self._value(value, seen) for name, value in call.kwargs.items()},
+                call.by_keyword,
+            )
+            for call in calls
         )
 
-    def _value(self, value: Any) -> Any:
+    def _value(self, value: Any, seen: dict[int, tuple[Tensor, Tensor]]) -> Any:
+        """An argument.
+
+        Args:
+            value: The argument, as the model passes it.
+            seen: By the id of each tensor of this batch: the tensor, whose id is its own as long as it is here, and
+                what takes its place.
+        """
         if isinstance(value, Tensor):
-            # Only a few of its kind are compared: what differs per batch must not be compared with all before.
-            latest = self._latest.setdefault((value.shape, value.dtype), deque(maxlen=_CANDIDATES))
-            for candidate in latest:
-                if candidate is value or torch.equal(candidate, value):
-                    return candidate
-            latest.append(value)
-        elif type(value) in (tuple, list):
-            return type(value)(self._value(item) for item in value)
+            if id(value) not in seen:
+                seen[id(value)] = value, self._equal(value)
+            return seen[id(value)][1]
+        if type(value) in (tuple, list):
+            return type(value)(self._value(item, seen) for item in value)
+        return value
+
+    def _equal(self, value: Tensor) -> Tensor:
+        # Only a few of its kind are compared: what differs per batch must not be compared with all before.
+        latest = self._latest.setdefault((value.shape, value.dtype), deque(maxlen=_CANDIDATES))
+        for candidate in latest:
+            if candidate is value or torch.equal(candidate, value):
+                return candidate
+        latest.append(value)
         return value

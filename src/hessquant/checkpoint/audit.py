@@ -10,8 +10,8 @@ from torch import Tensor
 from hessquant.checkpoint.header import raw_bytes
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.config import Config
+from hessquant.core.finite import first_non_finite
 from hessquant.core.grid import affine, group_range, scale_factors
-from hessquant.core.hessian import first_non_finite
 from hessquant.errors import GridError, SourceError
 from hessquant.records import GridSpec, Target, TensorInfo
 from hessquant.results import Progress

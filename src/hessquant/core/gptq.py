@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hessquant.config import Config
 from hessquant.core.factor import Factor
+from hessquant.core.finite import first_non_finite
 from hessquant.core.grid import (
     Grid,
     QuantizedWeight,
@@ -29,7 +30,6 @@ from hessquant.core.grid import (
     scale_dtype,
     scale_factors,
 )
-from hessquant.core.hessian import first_non_finite
 from hessquant.core.objective import expected_sweep_loss, loss_per_row, order_free_floor
 from hessquant.core.refine import descend
 from hessquant.core.working import WorkingHessian

@@ -8,15 +8,14 @@ the accumulator's, which becomes statistics when it is complete.
 """
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
+from hessquant.core.finite import FirstNonFinite, first_non_finite
+from hessquant.core.gram import WeightedTokens, add_products, lower_tiles
 from hessquant.errors import NonFiniteError
-
-# Largest square on the diagonal that is computed whole: halving further saves little and slows the product down.
-_DIAGONAL_TILE = 192
+from hessquant.place import HOST
 
 
 @dataclass(frozen=True)
@@ -41,13 +40,13 @@ class HessianStatistics:
         return cls(torch.zeros(columns, columns, dtype=dtype, device=device))
 
 
-def add(statistics: HessianStatistics, inputs: Tensor, token_weights: Tensor | None = None) -> HessianStatistics:
+def add(statistics: HessianStatistics, inputs: Tensor, weighted: WeightedTokens | None = None) -> HessianStatistics:
     """Statistics with more tokens.
 
     Args:
         statistics: What was seen so far.
-        inputs: [tokens, columns] floating; taken to the statistics' dtype.
-        token_weights: [tokens], non-negative; all ones when None.
+        inputs: [tokens, columns] floating; summed in the statistics' dtype.
+        weighted: Tokens that do not count 1; all count 1 when None.
 
     Raises:
         NonFiniteError: If an input is NaN or Inf; the message names its token and channel.
@@ -57,9 +56,11 @@ def add(statistics: HessianStatistics, inputs: Tensor, token_weights: Tensor | N
     >>> hessian(s).tolist(), s.token_count
     ([[0.5, 1.0], [1.0, 2.5]], 2)
     """
+    _refuse_non_finite(inputs, 0)
     total = torch.empty_like(statistics.sum)
-    weight_sum = _add_products(statistics.sum, inputs, token_weights, total)
-    return HessianStatistics(total, statistics.weight_sum + weight_sum, statistics.token_count + len(inputs))
+    add_products(statistics.sum, inputs, weighted, total)
+    weight_sum = statistics.weight_sum + _weight_of(inputs, weighted)
+    return HessianStatistics(total, weight_sum, statistics.token_count + len(inputs))
 
 
 class HessianAccumulator:
@@ -69,19 +70,29 @@ class HessianAccumulator:
     """
 
     def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
         self._sum: Tensor | None = None
         self._weight_sum, self._token_count = 0.0, 0
+        self._first_bad = FirstNonFinite()
 
-    def add(self, inputs: Tensor, token_weights: Tensor | None = None) -> None:
+    def add(self, inputs: Tensor, weighted: WeightedTokens | None = None) -> None:
         """More tokens; as `hessquant.core.hessian.add`.
 
         Raises:
-            NonFiniteError: If an input is NaN or Inf; the message names its token and channel.
+            NonFiniteError: If an input on the host is NaN or Inf; names its token, counted among all that were added,
+                and channel. An accelerator would have to be waited for: there, `take` raises it.
         """
         if self._sum is None:
             columns, dtype = inputs.shape[1], torch.promote_types(inputs.dtype, torch.float32)
             self._sum = torch.zeros(columns, columns, dtype=dtype, device=inputs.device)
-        self._weight_sum += _add_products(self._sum, inputs, token_weights, self._sum)
+        if inputs.device == HOST.device:
+            _refuse_non_finite(inputs, self._token_count)
+        else:
+            self._first_bad.look_at(inputs, self._token_count)
+        add_products(self._sum, inputs, weighted, self._sum)
+        self._weight_sum += _weight_of(inputs, weighted)
         self._token_count += len(inputs)
 
     def take(self) -> HessianStatistics | None:
@@ -89,33 +100,34 @@ class HessianAccumulator:
 
         Returns:
             None if nothing was added.
+
+        Raises:
+            NonFiniteError: If an input on an accelerator was NaN or Inf; as `add` does for those on the host.
         """
         total, weight_sum, token_count = self._sum, self._weight_sum, self._token_count
-        self._sum, self._weight_sum, self._token_count = None, 0.0, 0
+        first_bad = self._first_bad.found()
+        self._begin()
+        if first_bad is not None:
+            raise _non_finite(*first_bad)
         return None if total is None else HessianStatistics(total, weight_sum, token_count)
 
 
-def _add_products(total: Tensor, inputs: Tensor, token_weights: Tensor | None, out: Tensor) -> float:
-    """Write `total` and the tokens' products to the lower triangle of `out`, which may be `total`.
-
-    Returns:
-        Sum of the tokens' weights.
-
-    Raises:
-        NonFiniteError: If an input is NaN or Inf.
-    """
+def _refuse_non_finite(inputs: Tensor, tokens_before: int) -> None:
     place = first_non_finite(inputs)
     if place is not None:
-        raise NonFiniteError(f"input of token {place[0]}, channel {place[1]} is {float(inputs[place])}", place)
-    left = inputs.to(total.dtype)
-    right = left if token_weights is None else left * token_weights.to(left.dtype).unsqueeze(1)
-    for rows, columns in lower_tiles(0, len(total)):
-        torch.addmm(total[rows, columns], left[:, rows].T, right[:, columns], out=out[rows, columns])
-    return float(len(inputs)) if token_weights is None else float(token_weights.double().sum())
+        raise _non_finite(tokens_before + place[0], place[1], float(inputs[place]))
 
 
-def first_token_weights(windows: int, length: int, device: torch.device | None = None) -> Tensor:
-    """Token weights that count each window's first token as often as it is read: [windows * length].
+def _non_finite(token: int, channel: int, value: float) -> NonFiniteError:
+    return NonFiniteError(f"input of token {token}, channel {channel} is {value}", (token, channel), value)
+
+
+def _weight_of(inputs: Tensor, weighted: WeightedTokens | None) -> float:
+    return float(len(inputs)) if weighted is None else weighted.sum(len(inputs))
+
+
+def first_token_weights(length: int) -> WeightedTokens:
+    """Counts the first token of each window of some length as often as it is read.
 
     For inputs of which causal attention's keys and values are made. A row of those is read by every later token of its
     window, and so the first by all of them, in most models with a large part of all their attention ("attention
@@ -123,22 +135,10 @@ def first_token_weights(windows: int, length: int, device: torch.device | None =
     out; and yet the first token is but one of the window's in the Hessian. Perplexity of SmolLM2-135M at 4 bits in
     groups of 64: 27.03 with these weights, 28.73 without.
 
-    >>> first_token_weights(2, 3)
+    >>> first_token_weights(3).values(6)
     tensor([3., 1., 1., 3., 1., 1.])
     """
-    weights = torch.ones(windows, length, device=device)
-    weights[:, 0] = length
-    return weights.flatten()
-
-
-@cache
-def lower_tiles(start: int, stop: int) -> list[tuple[slice, slice]]:
-    """Tiles that cover the lower triangle: one square below the diagonal, and the same again in both halves."""
-    if stop - start <= _DIAGONAL_TILE:
-        return [(slice(start, stop), slice(start, stop))]
-    middle = (start + stop) // 2
-    below = (slice(middle, stop), slice(start, middle))
-    return [*lower_tiles(start, middle), below, *lower_tiles(middle, stop)]
+    return WeightedTokens(slice(None, None, length), float(length))
 
 
 def merge(first: HessianStatistics, second: HessianStatistics) -> HessianStatistics:
@@ -165,16 +165,3 @@ def hessian(statistics: HessianStatistics) -> Tensor:
         else:
             full[columns, rows] = tile.T
     return full.div_(statistics.weight_sum) if statistics.weight_sum > 0 else full
-
-
-def first_non_finite(tensor: Tensor) -> tuple[int, ...] | None:
-    """Index of the first NaN or Inf of a tensor, or None.
-
-    >>> first_non_finite(torch.tensor([[1.0, float("nan")]]))
-    (0, 1)
-    """
-    # One pass in the usual case: a sum is finite only if every term is (the converse is checked exactly).
-    if bool(torch.isfinite(tensor.sum())):
-        return None
-    places = (~torch.isfinite(tensor)).nonzero()
-    return tuple(int(index) for index in places[0]) if len(places) else None

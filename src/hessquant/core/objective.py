@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from hessquant.core.factor import Factor
+from hessquant.core.gram import lower_tiles
 from hessquant.core.grid import Grid
-from hessquant.core.hessian import lower_tiles
 from hessquant.core.working import InPieces
 
 _CHUNK = 1 << 20
