@@ -5,6 +5,7 @@ import os
 from dataclasses import asdict
 
 import pytest
+from tests.device import INTERPRETED
 from tests.pretend.device import installed
 
 from hessquant.config import Config
@@ -21,7 +22,8 @@ from hessquant.results import (
 )
 
 # Before anything imports Triton: its kernels run on the CPU then.
-os.environ["TRITON_INTERPRET"] = "1"
+if INTERPRETED:
+    os.environ["TRITON_INTERPRET"] = "1"
 
 _HIDDEN, _INTERMEDIATE, _BLOCKS = 576, 1536, 30
 _SHAPES = {

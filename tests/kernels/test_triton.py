@@ -1,4 +1,4 @@
-"""The Triton kernels: in its interpreter against the twin, code for code; and compiled for GPUs that are not here."""
+"""The Triton kernels against the twin, code for code, in the interpreter or on a GPU; and compiled for other GPUs."""
 
 import json
 import os
@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.device import DEVICE, INTERPRETED, there
 from tests.problems import ORDERS, random_layer
 
 from hessquant.config import Config
@@ -31,20 +32,35 @@ from hessquant.kernels import triton as fused
 ROOT = Path(__file__).parents[2]
 DTYPES = st.sampled_from([torch.float32, torch.float64])
 BITS = st.sampled_from([2, 3, 4, 8])
-# Rows of less than a tile, of some, and of some and a piece.
-ROWS = st.sampled_from([1, 8, 11])
+# Rows of less than a tile, of some, and of some and a piece. The interpreter is slow: large shapes are for a GPU.
+ROWS = st.sampled_from([1, 8, 11] if INTERPRETED else [1, 8, 11, 1003])
+SWEPT = [(40, 8), (36, 12), (17, -1), (3, 1)] + ([] if INTERPRETED else [(384, 128)])
+BLOCKS = st.integers(1, 41) if INTERPRETED else st.one_of(st.integers(1, 41), st.just(128))
+SEARCHED = [(24, 8), (20, -1), (3, 1)] + ([] if INTERPRETED else [(384, 128)])
+EXAMPLES = 12 if INTERPRETED else 40
 TRITON, TWIN = Kernels(fused.sweep_block, fused.search_scales), Kernels(twin.sweep_block, twin.search_scales)
+
+
+def layer(rows, columns, seed):
+    """A random weight and Hessian on the device, float64."""
+    return there(*random_layer(rows, columns, seed))
+
+
+@pytest.fixture
+def device(request):
+    """An accelerator: the real one if there is to be one, or the pretended."""
+    return request.getfixturevalue("accelerator").device if INTERPRETED else DEVICE
 
 
 def same(found, expected):
     return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(
     ROWS,
-    st.sampled_from([(40, 8), (36, 12), (17, -1), (3, 1)]),
-    st.integers(1, 41),
+    st.sampled_from(SWEPT),
+    BLOCKS,
     ORDERS,
     BITS,
     st.booleans(),
@@ -53,7 +69,7 @@ def same(found, expected):
 )
 def test_the_sweep_gives_the_twins_codes(rows, shape, block_size, order, bits, symmetric, dtype, seed):
     columns, group_size = shape
-    weight, hessian = random_layer(rows, columns, seed)
+    weight, hessian = layer(rows, columns, seed)
     weight, spec = weight.to(dtype), GridSpec(bits, group_size, symmetric)
     factor = factorize(hessian, damping=0.01, order=order, group_width=spec.width(columns))
     # Ranges too small for some weights, so that codes meet their limits.
@@ -64,10 +80,10 @@ def test_the_sweep_gives_the_twins_codes(rows, shape, block_size, order, bits, s
     )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(
     st.sampled_from([1, 31, 32, 65]),
-    st.sampled_from([(24, 8), (20, -1), (3, 1)]),
+    st.sampled_from(SEARCHED),
     BITS,
     st.booleans(),
     st.sampled_from(["float16", "bfloat16", "float32"]),
@@ -76,30 +92,30 @@ def test_the_sweep_gives_the_twins_codes(rows, shape, block_size, order, bits, s
 )
 def test_the_search_gives_the_twins_scales(rows, shape, bits, symmetric, scale_dtype, dtype, seed):
     columns, group_size = shape
-    weight, hessian = random_layer(rows, columns, seed)
+    weight, hessian = layer(rows, columns, seed)
     spec = GridSpec(bits, group_size, symmetric, scale_dtype)
     given = (weight.to(dtype).T, hessian.diagonal().to(dtype), spec, scale_factors(spec))
     assert same(fused.search_scales(*given), twin.search_scales(*given))
 
 
 @pytest.mark.parametrize("scales", ["static", "dynamic"])
-def test_a_whole_solution_on_an_accelerator_is_the_twins(scales, accelerator):
-    weight, hessian = random_layer(9, 32, seed=5)
+def test_a_whole_solution_on_an_accelerator_is_the_twins(scales, device):
+    weight, hessian = (tensor.to(device) for tensor in random_layer(9, 32, seed=5))
     spec = GridSpec(bits=3, group_size=16, symmetric=False)
     config = Config(bits=3, group_size=16, scales=scales, order="group", refinement_rounds=1, block_size=24)
     found, expected = (
         gptq.solve(
-            weight.to(device),
-            hessian.to(device),
-            factorize(hessian.to(device), damping=0.01, order="group", group_width=16),
+            weight,
+            hessian,
+            factorize(hessian, damping=0.01, order="group", group_width=16),
             spec,
             config,
             kernels,
         ).weight
-        for device, kernels in ((accelerator.device, TRITON), ("cpu", TWIN))
+        for kernels in (TRITON, TWIN)
     )
-    assert found.codes.device == accelerator.device
-    assert same((found.codes.cpu(), found.grid.scales.cpu()), (expected.codes, expected.grid.scales))
+    assert found.codes.device == device
+    assert same((found.codes, found.grid.scales), (expected.codes, expected.grid.scales))
 
 
 def batch(dtype):
@@ -114,7 +130,7 @@ def batch(dtype):
     carried = weights.flip(0) / 8
     scales = weights.view(3, 4, 5, 9).abs().amax(2) / 3
     group = torch.stack([torch.randperm(20, generator=torch.Generator().manual_seed(s)) // 5 for s in range(3)])
-    return weights, lower, carried, scales, torch.full_like(scales, 4), group
+    return there(weights, lower, carried, scales, torch.full_like(scales, 4), group)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -133,9 +149,9 @@ def test_scales_of_weights_of_one_shape_are_searched_in_one_launch():
 
 
 def test_many_candidates_are_searched_in_pieces(monkeypatch):
-    weight, _ = random_layer(3, 20, seed=6)
+    weight, importance = there(random_layer(3, 20, seed=6)[0], torch.linspace(0.1, 2, 20, dtype=torch.float64))
     spec = GridSpec(bits=4, group_size=4)
-    given = (weight.T, torch.rand(20, generator=torch.Generator().manual_seed(2)).double(), spec, scale_factors(spec))
+    given = (weight.T, importance, spec, scale_factors(spec))
     whole = fused.search_scales(*given)
     launched = []
     search = fused._best_of
@@ -150,7 +166,8 @@ def test_quotients_round_to_the_nearest_code_and_ties_to_even(dtype):
     targets = [-1e9, -8.5, -1.5, -0.5, 0.5, 1.5, 2.5, 2.5000002, 6.5, 7.5, 2.0**22 + 0.5, 2.0**23 + 1, 1e9, 3e38]
     weight = torch.tensor([targets], dtype=dtype)
     ones = torch.ones(1, len(targets), dtype=dtype)
-    given = (weight, ones[:, :1], torch.zeros_like(weight), ones, 8 * ones, torch.zeros(1, dtype=torch.int64), 15)
+    group = torch.zeros(1, dtype=torch.int64)
+    given = (*there(weight, ones[:, :1], torch.zeros_like(weight), ones, 8 * ones, group), 15)
     codes, _ = fused.sweep_block(*given)
     assert codes.tolist() == [[0, 0, 6, 8, 8, 10, 10, 11, 14, 15, 15, 15, 15, 15]]
     assert same(fused.sweep_block(*given), twin.sweep_block(*given))
@@ -161,25 +178,25 @@ def test_quotients_round_to_the_nearest_code_and_ties_to_even(dtype):
 # Squares of errors beyond float32 for all candidates, for some, and for none: losses are infinite, or not numbers.
 @pytest.mark.parametrize("size", [1e30, 3e19, 1.0])
 def test_losses_that_are_not_finite_are_never_the_least(size, importance):
-    weight, spec = size * random_layer(3, 8, seed=3)[0].float(), GridSpec(4, 4, True, "float32")
-    given = (weight.T, torch.full((8,), importance), spec, scale_factors(spec))
+    weight, spec = size * layer(3, 8, seed=3)[0].float(), GridSpec(4, 4, True, "float32")
+    given = (weight.T, torch.full((8,), importance, device=DEVICE), spec, scale_factors(spec))
     assert same(fused.search_scales(*given), twin.search_scales(*given))
 
 
 @pytest.mark.parametrize("importance", [0.0, 1e20])
 def test_of_losses_that_are_alike_the_first_is_the_least(importance):
     # Squares of errors of 1e-26 are 0 in float32, whatever the columns count.
-    weight, spec = 1e-25 * random_layer(3, 8, seed=3)[0].float(), GridSpec(4, 4, True, "float32")
-    scales, _ = fused.search_scales(weight.T, torch.full((8,), importance), spec, scale_factors(spec))
+    weight, spec = 1e-25 * layer(3, 8, seed=3)[0].float(), GridSpec(4, 4, True, "float32")
+    scales, _ = fused.search_scales(weight.T, torch.full((8,), importance, device=DEVICE), spec, scale_factors(spec))
     assert torch.equal(scales.T, min_max(weight, spec).scales)
 
 
 def test_a_scale_that_overflows_is_refused_in_the_twins_words():
-    weight, spec = torch.full((4, 2), 9e5), GridSpec(bits=2, group_size=4)
+    weight, spec = torch.full((4, 2), 9e5, device=DEVICE), GridSpec(bits=2, group_size=4)
     said = []
     for search in (fused.search_scales, twin.search_scales):
         with pytest.raises(GridError) as refused:
-            search(weight, torch.ones(4), spec, scale_factors(spec))
+            search(weight, torch.ones(4, device=DEVICE), spec, scale_factors(spec))
         said.append(str(refused.value))
     assert said[0] == said[1]
 
@@ -193,14 +210,14 @@ def test_what_is_given_stays_as_it_was():
     assert same(given, before)
 
 
-def test_kernels_are_launched_on_the_tensors_own_device(accelerator, monkeypatch):
+def test_kernels_are_launched_on_the_tensors_own_device(device, monkeypatch):
     current = torch.accelerator.device_index
     asked = []
     monkeypatch.setattr(torch.accelerator, "device_index", lambda index: asked.append(index) or current(index))
-    given = [tensor.to(accelerator.device) for tensor in batch(torch.float32)]
+    given = [tensor.to(device) for tensor in batch(torch.float32)]
     fused.sweep_block(*given, 7)
     fused.search_scales(given[0], given[2][..., 0].abs(), GridSpec(3, 5), (1.0, 0.5))
-    assert asked == [accelerator.device.index] * 2
+    assert asked == [device.index] * 2
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", "xpu"])
