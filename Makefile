@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PYTHON ?= python3
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check mutation bench coverage acceptance clean
+.PHONY: demo test check mutation bench gpu coverage acceptance clean
 
 # A bare `torch` from PyPI brings gigabytes of CUDA; this one is the CPU build where an index offers it.
 $(STAMP): pyproject.toml
@@ -40,6 +40,12 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/solver.py
 	$(BIN)/python benchmarks/quality.py
 	$(BIN)/python benchmarks/peers.py
+
+# On a machine with an accelerator, less than eight minutes: exit status 1 where codes or bytes differ. In $(PYTHON) itself,
+# whose torch must have the accelerator (that of $(VENV) is the CPU's): first `pip install -e . pytest hypothesis` there.
+OUTPUT ?= $(or $(OUT),.)/gpu.json
+gpu:
+	PYTHONPATH="src:$$PYTHONPATH" $(PYTHON) benchmarks/gpu.py $(OUTPUT)
 
 # Every model family of transformers, about ten minutes; docs/architectures.md is written anew.
 coverage: $(STAMP)

@@ -97,7 +97,7 @@ def guarded(part: Callable[[], Found]) -> Found:
 
 def measure(device: torch.device, parts: Sequence[str], small: bool, output: Path) -> dict[str, Any]:
     """Run the parts, and write what was found so far after each."""
-    meter = Meter(device, 2 if small else REPEATS)
+    meter = Meter(device, 1 if small else REPEATS)
     begin = time.perf_counter()
     rates = meter.rates(small)
     told: dict[str, Any] = {"small": small, "environment": environment(device), "rates": rates, "faults": []}

@@ -6,9 +6,9 @@ are compared with, runs there too: `HESSQUANT_TEST_DEVICE=cuda:0 pytest tests/ke
 
 import os
 
-import torch
+from hessquant.place import find_device
 
-DEVICE = torch.device(os.environ.get("HESSQUANT_TEST_DEVICE") or "cpu")
+DEVICE = find_device(os.environ.get("HESSQUANT_TEST_DEVICE") or "cpu")
 
 INTERPRETED = DEVICE.type == "cpu"
 

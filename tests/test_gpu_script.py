@@ -8,7 +8,20 @@ import pytest
 import torch
 
 from hessquant.core.gptq import Kernels
-from hessquant.kernels import twin
+from hessquant.kernels import cpu, twin
+
+
+def beside(kernel):
+    """A kernel of the CPU for tensors of any device, as one call."""
+
+    def call(*given):
+        found = kernel(*(each.cpu() if isinstance(each, torch.Tensor) else each for each in given))
+        return tuple(tensor.to(given[0].device) for tensor in found)
+
+    return call
+
+
+FUSED = Kernels(beside(cpu.sweep_block), beside(cpu.search_scales))
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -35,7 +48,15 @@ def numbers(record, *names):
     return [record[name] for name in names if not (isinstance(record[name], float | int) and record[name] > 0)]
 
 
-def test_every_part_works_on_an_accelerator_and_leaves_its_figures(run, accelerator, capsys):
+def test_every_part_works_on_an_accelerator_and_leaves_its_figures(run, gpu, accelerator, monkeypatch, capsys):
+    gpu_solver = gpu.gpu_solver
+    # Of the plain kernels' many operations each takes its time there: few of them, and few scales to try.
+    monkeypatch.setattr("gpu_solver.SMALL_SHAPES", ((8, 128), (1, 128)))
+    monkeypatch.setattr("gpu_solver.ON_THE_FIRST", gpu_solver.ON_THE_FIRST[-1:])
+    monkeypatch.setattr("gpu_solver.EVERYWHERE", gpu_solver.EVERYWHERE[-1:])
+    monkeypatch.setattr("hessquant.core.grid.SHRINK_FACTORS", (1.0, 0.9))
+    for module in ("gpu_solver", "hessquant.run.solve"):
+        monkeypatch.setattr(f"{module}.kernels_for", lambda device, weights: FUSED)
     status, found = run("--device", "pretend")
     assert (status, found["faults"]) == (0, [])
     assert set(found["seconds"]) == {"kernels", "solver", "models", "all"}
@@ -45,7 +66,7 @@ def test_every_part_works_on_an_accelerator_and_leaves_its_figures(run, accelera
     assert found["kernels"]["passed"] > 0
 
     first, second = found["solver"]
-    assert [len(shape["cases"]) for shape in (first, second)] == [5, 2]
+    assert [len(shape["cases"]) for shape in (first, second)] == [2, 1]
     assert {case["dtype"] for case in first["cases"]} == {"float32", "float64"}
     names = ["Hessian", "factorisation", "scale search", "sweep", "refinement", "losses", "whole solution"]
     for shape in (first, second):
@@ -69,8 +90,17 @@ def test_every_part_works_on_an_accelerator_and_leaves_its_figures(run, accelera
             assert sum(one["seconds_by_stage"].values()) == pytest.approx(one["seconds"], rel=0.2, abs=0.5)
 
     table = capsys.readouterr().out
-    assert "| 72 x 256 | sweep (float32) |" in table
+    assert "| 8 x 128 | sweep (float32) |" in table
     assert "Qwen3-30B-A3B: the same bytes twice" in table
+
+
+def test_the_cpus_own_kernels_give_the_twins_codes_in_every_case(run):
+    status, found = run("--device", "cpu", "--parts", "solver")
+    assert status == 0
+    first, second = found["solver"]
+    assert [len(shape["cases"]) for shape in (first, second)] == [5, 2]
+    assert {case["kernels"] for case in (*first["cases"], *second["cases"])} == {"hessquant.kernels.cpu"}
+    assert [stage["peak_bytes"] for stage in first["stages"]] == [None] * 7
 
 
 def another_code(*given):
