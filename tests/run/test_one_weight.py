@@ -8,7 +8,7 @@ from tests.watched import LiveBytes, Waits
 from hessquant.capture.stops import stops_of
 from hessquant.config import Config
 from hessquant.core import factor as factoring
-from hessquant.core import hessian, refine
+from hessquant.core import gram, refine
 from hessquant.core.hessian import HessianAccumulator
 from hessquant.kernels import twin
 from hessquant.records import GridSpec, Location, Target
