@@ -12,6 +12,7 @@ from transformers import GPT2Config, LlamaConfig, MixtralConfig
 import hessquant
 from hessquant.capture.prelude import record_arguments
 from hessquant.errors import NonFiniteError
+from hessquant.place import multiplies_into_float32
 
 ONE_BLOCK = TINY | {"num_hidden_layers": 1}
 LLAMA = LlamaConfig(**ONE_BLOCK)
@@ -123,21 +124,22 @@ def test_neither_tokens_nor_columns_make_the_host_wait_more(make_model, accelera
 
 
 @pytest.mark.parametrize("forward_dtype", ["float32", "source"])
-@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("blocks", [1, 2])
 def test_a_batch_makes_the_host_wait_a_few_times_however_many_blocks_there_are(
     blocks, forward_dtype, make_model, accelerator, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("hessquant.planning.size._TOKENS_PER_DEVICE_BATCH", (16, 16))
     model = make_model(LlamaConfig(**(TINY | {"num_hidden_layers": blocks})))
+    multiplies_into_float32(accelerator.device, torch.bfloat16)  # is asked once in a process
     waits = []
-    for windows in (2, 4, 8):
+    for windows in (2, 4):
         accelerator.waits.clear()
         out = tmp_path / str(windows)
         quantize(model, out, [tokens(windows, 16)], forward_dtype=forward_dtype)
         waits.append(accelerator.waited())
     # Its ids are copied, transformers looks whether any is masked, and its arguments are found to be those of the batch
     # before: cosines, sines, positions and their cache.
-    assert waits[2] - waits[1] == 4 * (1 + 1 + 4)
+    assert waits[1] - waits[0] == 2 * (1 + 1 + 4)
 
 
 @pytest.mark.parametrize("forward_dtype", ["float32", "source"])
