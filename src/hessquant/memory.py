@@ -1,6 +1,7 @@
 """How much memory this process may take, and has taken; and that it gives back what it has freed."""
 
 import ctypes
+import mmap
 import platform
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,6 +55,27 @@ def map_large_blocks() -> bool:
     if platform.libc_ver()[0] != "glibc":
         return False
     return bool(ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, MAPPED_FROM))
+
+
+def gives_pages_back() -> bool:
+    """Whether `let_go` does anything here."""
+    return platform.system() == "Linux"
+
+
+def let_go(address: int, size: int) -> None:
+    """Give the pages inside a stretch of this process's anonymous memory back to the system; their content is lost.
+
+    The addresses stay the process's: what is written there later gets new pages. Only Linux does it at once; elsewhere
+    nothing happens. Less than `MAPPED_FROM` is not worth the call.
+
+    Args:
+        address: Where the stretch begins, as `Tensor.data_ptr` gives it for a tensor of the host.
+        size: Its bytes.
+    """
+    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    inside = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE - first
+    if gives_pages_back() and size >= MAPPED_FROM and inside > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(inside), mmap.MADV_DONTNEED)
 
 
 def _cgroup_limits() -> Iterator[int]:

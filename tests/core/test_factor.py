@@ -1,3 +1,4 @@
+import mmap
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.problems import ORDERS, layers, random_layer
 
+from hessquant import memory
 from hessquant.core import factor as factoring
 from hessquant.core.factor import column_order, effective_rank, factorize
 from hessquant.core.obq import damped
@@ -237,3 +239,30 @@ print((status("VmHWM") - before) / columns**2)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     # 8 bytes per element, chunks, and what LAPACK works with; with a second such matrix it would be over 20.
     assert 7.5 < float(done.stdout) < 20
+
+
+@pytest.mark.skipif(not memory.gives_pages_back(), reason="only Linux takes pages back at once")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_half_that_the_narrowed_factor_leaves_is_the_systems_again(dtype):
+    inputs = torch.randn(1600, 1536, generator=torch.Generator().manual_seed(0))
+    hessian = inputs.T @ inputs
+    factor = factorize(hessian, damping=0.01, order="natural", group_width=1536, dtype=dtype)
+    whole = torch.tensor([], dtype=torch.float64).set_(factor.lower.untyped_storage())
+    assert len(whole) == 1536**2
+    # Pages that are given back hold nothing when they are next looked at.
+    rest = whole[len(whole) // 2 + 512 : -512]
+    assert bool((rest == 0).all()) == (dtype == torch.float32)
+    expected = factorize(hessian, damping=0.01, order="natural", group_width=1536, dtype=torch.float64).lower
+    assert torch.equal(factor.lower.tril(), expected.to(dtype).tril())
+
+
+@pytest.mark.skipif(not memory.gives_pages_back(), reason="only Linux takes pages back at once")
+def test_no_page_outside_what_is_let_go_is_touched():
+    values = torch.ones(12 << 20, dtype=torch.uint8)
+    begin, size = 12_345, 9 << 20
+    memory.let_go(values.data_ptr() + begin, size)
+    assert values[:begin].all()
+    assert values[begin + size :].all()
+    assert not values[begin + mmap.PAGESIZE : begin + size - mmap.PAGESIZE].any()
+    memory.let_go(values.data_ptr(), memory.MAPPED_FROM - 1)
+    assert values[:begin].all()

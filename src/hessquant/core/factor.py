@@ -13,6 +13,8 @@ from torch import Tensor
 
 from hessquant.config import Order
 from hessquant.errors import FactorizationError, NonFiniteError
+from hessquant.memory import let_go
+from hessquant.place import HOST
 
 LARGEST_DAMPING = 1.0
 """Damping is never raised above this fraction of the mean diagonal."""
@@ -191,6 +193,8 @@ def _turn_around(values: Tensor) -> None:
 def _narrowed(lower: Tensor, dtype: torch.dtype) -> Tensor:
     """M in another dtype, in the place of M itself: in the front half of its memory, where that is float32.
 
+    On the host, the pages of the other half are the system's again.
+
     Args:
         lower: [columns, columns], float64, all of its memory and column by column; not to be used any more.
         dtype: float64 or float32.
@@ -202,6 +206,8 @@ def _narrowed(lower: Tensor, dtype: torch.dtype) -> Tensor:
     for start in range(0, len(values), _CHUNK):
         chunk = values[start : start + _CHUNK].to(dtype)
         narrow[start : start + len(chunk)] = chunk
+    if values.device == HOST.device:
+        let_go(narrow.data_ptr() + len(values) * narrow.itemsize, len(values) * (values.itemsize - narrow.itemsize))
     return narrow[: len(values)].view(lower.shape).T
 
 

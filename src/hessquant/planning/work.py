@@ -2,6 +2,7 @@
 
 from hessquant.config import Config
 from hessquant.core.grid import scale_factors
+from hessquant.memory import MAPPED_FROM, gives_pages_back
 from hessquant.place import Place
 from hessquant.records import Target
 
@@ -9,7 +10,10 @@ HESSIAN = 4
 """Bytes per element of a Hessian, of its sum and of what a weight is solved in: float32."""
 
 FACTOR = 8
-"""Bytes per element of the matrix that is factored in its place, float64. M is in it in float32 from then on."""
+"""Bytes per element of the matrix that is factored in its place, float64. M is in it in float32 from then on.
+
+On a host that takes pages back, half of it is given back then.
+"""
 
 _CODE, _CANDIDATE = 1, 10
 """Bytes of a code; of a scale that is tried and its zero, as they are stored and as the kernel takes them."""
@@ -18,11 +22,16 @@ _CODE, _CANDIDATE = 1, 10
 def work(target: Target, config: Config, place: Place) -> int:
     """Bytes at the step that takes most: the Hessian and its factor, and what is made of the weight.
 
-    Making the mean of a sum and factoring it take no more than that: two matrices in float32, and these two. Each piece
-    of the Hessian that a step asks for is small.
+    Making the mean of a sum takes less: two matrices in float32. Each piece of the Hessian that a step asks for is
+    small.
     """
-    of_hessian = (HESSIAN + FACTOR) * target.columns**2
-    return of_hessian + int(_bytes_per_weight(target, config, place) * target.rows * target.columns)
+    size = target.columns**2
+    given_back = 0
+    if place.is_host and gives_pages_back() and FACTOR // 2 * size >= MAPPED_FROM:
+        given_back = FACTOR // 2
+    solving = (HESSIAN + FACTOR - given_back) * size
+    solving += int(_bytes_per_weight(target, config, place) * target.rows * target.columns)
+    return max((HESSIAN + FACTOR) * size, solving)
 
 
 def _bytes_per_weight(target: Target, config: Config, place: Place) -> float:
