@@ -78,13 +78,14 @@ def quantize_segments(
     """
     way = first_way(plan, [batch.at(streamed.place) for batch in batches], config, streamed.place)
     segments: Sequence[Segment[Any]] = segments_of(streamed, plan, plan.targets)
-    resumed = sum(store.read(segment.index) is not None for segment in segments)
+    kept = [store.read(segment.index) for segment in segments]
+    resumed = len(kept) - kept.count(None)
     retreats: list[str] = []
     while True:
         try:
             with Overlap(warm) as overlap:
                 run = _Run(streamed, config, way, store, progress, overlap)
-                records, forwards, mapped = run.go_through(segments, plan)
+                records, forwards, mapped = run.go_through(segments, kept, plan)
             break
         except torch.OutOfMemoryError as error:
             reason = str(error).partition("\n")[0]
@@ -92,6 +93,7 @@ def quantize_segments(
         give_back(streamed.place.device)
         way, sentence = way.holding_less(f"{streamed.place.device} ran out of memory ({reason})")
         retreats.append(sentence)
+        kept = [store.read(segment.index) for segment in segments]
     outputs = sum(segment.has_outputs for segment in segments)
     weights = store.weights(segments)
     return Outcome(records, weights, way.capture, forwards / outputs, resumed, mapped, tuple(retreats))
@@ -108,13 +110,14 @@ class _Run:
     progress: Progress
     overlap: Overlap
 
-    def go_through(self, segments: Sequence[Segment[Any]], plan: Plan) -> tuple[tuple[LayerRecord, ...], float, int]:
-        """Take all batches through the segments.
+    def go_through(
+        self, segments: Sequence[Segment[Any]], kept: Sequence[FinishedBlock | None], plan: Plan
+    ) -> tuple[tuple[LayerRecord, ...], float, int]:
+        """Take all batches through the segments, of which some are kept already.
 
         Returns:
             A record per target, forward passes of all segments per window, and bytes of activations kept in files.
         """
-        kept = [self.store.read(segment.index) for segment in segments]
         # Finished segments are replayed for the sake of those after them, and for nothing else.
         last_unfinished = max((index for index, finished in enumerate(kept) if finished is None), default=-1)
         budget, on_device = activation_budget(self.config), activation_budget_on(self.streamed.place)
