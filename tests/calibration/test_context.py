@@ -138,6 +138,13 @@ def test_a_plan_refuses_what_the_beginning_shows(name, content, reason, short):
         hessquant.make_plan(str(short / "model"), hessquant.Config(group_size=32), calibration=str(short / name))
 
 
+def test_a_text_that_begins_with_blanks_is_planned(short):
+    text = short / "late.txt"
+    text.write_text("\n" * 5000 + "w1 w2")
+    plan = hessquant.make_plan(str(short / "model"), hessquant.Config(group_size=32), calibration=str(text))
+    assert plan.targets
+
+
 def test_a_plan_reads_no_further_than_the_first_row(short):
     (short / "rows.jsonl").write_text(json.dumps({"text": "w1 w2"}) + "\nbroken")
     assert hessquant.make_plan(

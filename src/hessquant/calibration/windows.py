@@ -17,7 +17,7 @@ from hessquant.errors import CalibrationError, NotEnoughTextError
 from hessquant.records import TokenWindow
 from hessquant.results import CalibrationRecord
 
-_BEGINNING = 4096  # characters of a file that a plan looks at
+_BEGINNING = 4096  # characters of a file, from its first that is not blank, that a plan looks at
 _CHARACTERS_PER_TOKEN = 4  # first guess of how much running text to read; wrong guesses cost time only
 
 
@@ -101,8 +101,8 @@ def check_start(source: str, reader: Reader) -> None:
     first = next(iter(pieces), "")
     if isinstance(first, Sample):
         reader.inputs(first)
-    elif first[:_BEGINNING].strip():
-        reader.tokenize(first[:_BEGINNING], text.name)
+    elif beginning := first.lstrip()[:_BEGINNING]:
+        reader.tokenize(beginning, text.name)
     else:
         raise CalibrationError(f"{text.name} holds no token")
 
