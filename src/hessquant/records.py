@@ -214,6 +214,27 @@ class Remedy:
 
 
 @dataclass(frozen=True)
+class ExpertLoad:
+    """How many calibration tokens an expert of a mixture can expect.
+
+    Attributes:
+        module: What runs the experts, with `*` for its block's number.
+        experts: How many there are.
+        chosen: To how many of them a token goes.
+        tokens: Tokens of each if every window is full and all are chosen alike.
+        enough: With fewer, most of an expert's Hessian is that of all of them.
+        windows: Windows with which even an expert that is chosen half as often as the mean has enough.
+    """
+
+    module: str
+    experts: int
+    chosen: int
+    tokens: int
+    enough: int
+    windows: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that is decided before a weight is read.
 
@@ -248,6 +269,8 @@ class Plan:
         place: The device that the model runs on and the dtype that it computes in; empty where it does not run.
         device_memory_bytes: Estimated peak of the memory of an accelerator that the model runs on; 0 without one.
         device_memory: Bytes that it has; 0 without one, or where that does not matter.
+        expert_load: Of the experts that can expect the fewest tokens; None where none is quantized, all see all
+            tokens, or nothing says how many are chosen.
     """
 
     source: str
@@ -279,6 +302,7 @@ class Plan:
     place: str = ""
     device_memory_bytes: int = 0
     device_memory: int = field(default=0, compare=False)
+    expert_load: ExpertLoad | None = None
 
     @property
     def fits(self) -> bool:

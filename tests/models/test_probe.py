@@ -176,7 +176,7 @@ def test_what_only_chooses_is_known_by_where_its_outputs_go():
 
 
 def test_the_routed_module_is_known_by_its_arguments():
-    assert probe_of(MixtralConfig(**SMALL, intermediate_size=96)).routed == {"model.layers.0.mlp.experts"}
+    assert probe_of(MixtralConfig(**SMALL, intermediate_size=96)).routed == {"model.layers.0.mlp.experts": 2}
 
 
 def feeding(found):

@@ -147,9 +147,9 @@ def through_every_expert(
     return tuple(changed(value) for value in args), {name: changed(value) for name, value in kwargs.items()}
 
 
-def has_choice(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call says which experts each token goes to, and with what weights."""
-    return bool(_choice(args, kwargs))
+def chosen_per_token(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """How many experts a call says that each token goes to, and with what weights; 0 if it does not say."""
+    return max((table.shape[1] for table in _choice(args, kwargs)), default=0)
 
 
 def _choice(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:

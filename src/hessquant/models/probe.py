@@ -61,7 +61,7 @@ class Probe:
         keys: Parameter that each checkpoint tensor ends in, where its name is another.
         converted: Checkpoint tensors that have another layout than the model's parameters.
         buffers: Names of the persistent buffers.
-        routed: Modules with stacked experts that are told which experts to run.
+        routed: Of each module that is told which experts to run, how many per token.
         decodes: Whether it is a language model of one stack, which generates text.
     """
 
@@ -75,7 +75,7 @@ class Probe:
     keys: Mapping[str, str]
     converted: frozenset[str]
     buffers: frozenset[str]
-    routed: frozenset[str]
+    routed: Mapping[str, int]
     decodes: bool
 
     @cached_property
@@ -135,7 +135,7 @@ def probe(
         keys={tensor: key for key, made_of in naming.keys.items() for tensor in made_of if tensor != key},
         converted=frozenset(tensor for tensor in tensors if naming.converter_of(tensor) is not None),
         buffers=frozenset(model.state_dict().keys() - naming.names.keys()),
-        routed=frozenset(recording.routed),
+        routed=recording.routed,
         decodes=predicts_next_token(source.config, trust_remote_code=source.trust_remote_code),
     )
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hessquant.models.experts import has_choice
+from hessquant.models.experts import chosen_per_token
 from hessquant.models.flow import Chooser, FeedsAttention, Flow, Halves
 from hessquant.models.watch import Product, Together, Watch
 
@@ -27,7 +27,7 @@ class Recording:
         returns_tuple: Whether a module's output is a tuple, by module name.
         widths: Last dimension of what a module returned first.
         users: Modules that were running when a parameter was multiplied.
-        routed: Modules that were called with a choice of experts.
+        routed: Of each module that was called with a choice of experts, how many were chosen per token.
         choosers: Parameters that only choose.
         halves: Parameters whose outputs are divided in two, and how.
         feed_attention: Parameters of which causal attention's queries, keys and values were made.
@@ -40,7 +40,7 @@ class Recording:
     returns_tuple: dict[str, bool] = field(default_factory=dict)
     widths: dict[str, int] = field(default_factory=dict)
     users: dict[str, set[str]] = field(default_factory=dict)
-    routed: set[str] = field(default_factory=set)
+    routed: dict[str, int] = field(default_factory=dict)
     choosers: Mapping[str, Chooser] = field(default_factory=dict)
     halves: Mapping[str, Halves] = field(default_factory=dict)
     feed_attention: frozenset[str] = frozenset()
@@ -111,8 +111,8 @@ class _Recorder:
         self._running.append(name)
         self.attention.enter()
         self.noted.calls[name] += 1
-        if has_choice(args, kwargs):
-            self.noted.routed.add(name)
+        if chosen := chosen_per_token(args, kwargs):
+            self.noted.routed[name] = chosen
 
     def _leave(self, name: str, output: object) -> None:
         self._running.remove(name)

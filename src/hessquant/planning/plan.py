@@ -19,6 +19,7 @@ from hessquant.models.products import ProbedProduct
 from hessquant.models.source import ModelSource
 from hessquant.place import device_memory
 from hessquant.planning.composition import PlannedCheckpoint
+from hessquant.planning.expert_load import expert_load
 from hessquant.planning.patterns import weight_pattern
 from hessquant.planning.servers import tensor_parallel, untried, verdicts
 from hessquant.planning.serving import refuse_unserved
@@ -82,6 +83,7 @@ def make_plan(
         place=str(source.place),
         device_memory_bytes=sizes.device_memory(config),
         device_memory=device_memory(source.device),
+        expert_load=expert_load(plan.targets, probed.routed, probed.blocks, config),
     )
 
 

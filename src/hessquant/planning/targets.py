@@ -139,7 +139,7 @@ def _refuse_unnamed(probe: Probe, tensors: Mapping[str, TensorInfo]) -> None:
 
 def _refuse_self_routed(chosen: Iterable[ProbedProduct], probe: Probe) -> None:
     modules = {product.module for product in chosen if product.module}
-    closed = sorted(modules - probe.routed)
+    closed = sorted(modules - probe.routed.keys())
     if closed or not modules:
         why = f"{closed[0]} chooses its experts itself" if closed else "no weight of it is an expert's"
         raise PlanError(f"{probe.architecture}: --experts all is not possible, {why}; use --experts routed")

@@ -30,6 +30,26 @@ def degradations(records: Sequence[LayerRecord]) -> tuple[str, ...]:
     return (*_of_weights(records), *_of_experts(records))
 
 
+def starving(records: Sequence[LayerRecord]) -> str | None:
+    """A sentence if most of these experts have too few tokens for Hessians of their own, and what to change.
+
+    Args:
+        records: Of a block, or of all.
+    """
+    experts = [record for record in records if record.pooled_share]
+    starved = [record for record in experts if record.pooled_share > _LARGEST_POOLED_SHARE]
+    if not experts or len(starved) <= len(experts) / 2:
+        return None
+    tokens = median(record.tokens for record in experts)
+    module, _ = _expert_of(starved[0].name)
+    return (
+        f"{module}: {len(starved):,} of the {len(experts):,} matrices of experts are fitted mostly to what all experts "
+        f"see, for they were reached by too few calibration tokens ({tokens:,.0f} at the median, for up to "
+        f"{max(record.columns for record in experts):,} inputs); so it will be in the blocks to come: stop, and take "
+        "more windows (--num-windows), or --experts all"
+    )
+
+
 def text_degradations(records: Sequence[LayerRecord], text: CalibrationRecord) -> Iterator[str]:
     """A sentence for a text that says the same again and again, by itself or by what it makes of the Hessians.
 

@@ -6,7 +6,7 @@ from math import fsum
 from statistics import median
 from typing import NamedTuple
 
-from hessquant.records import Plan, ServerVerdict
+from hessquant.records import ExpertLoad, Plan, ServerVerdict
 from hessquant.report.units import format_bytes
 from hessquant.results import CalibrationRecord, LayerRecord
 
@@ -175,6 +175,18 @@ def reach(tensor_parallel: int, limited_by: str) -> str:
     'up to 2, set by model.layers.*.mlp.down_proj'
     """
     return f"up to {tensor_parallel}" + (f", set by {limited_by.removesuffix('.weight')}" if limited_by else "")
+
+
+def load_sentences(load: ExpertLoad) -> tuple[str, ...]:
+    """What to change where experts can expect too few calibration tokens; none where they can expect enough."""
+    if load.tokens >= 2 * load.enough:
+        return ()
+    few = "most will" if load.tokens < load.enough else "those that are chosen less often will"
+    return (
+        f"{load.module}: about {load.tokens:,} calibration tokens for each of {load.experts:,} experts; {few} have "
+        f"fewer than {load.enough:,}, and be fitted mostly to what all of them see: take --num-windows "
+        f"{load.windows:,} or more, or --experts all",
+    )
 
 
 def memory_sentences(plan: Plan) -> tuple[str, ...]:

@@ -63,6 +63,8 @@ def built(kind: Any, value: Any) -> Any:
     if get_origin(kind) is tuple:
         # Every tuple of the records is of one kind throughout.
         return tuple(built(get_args(kind)[0], item) for item in value)
+    if isinstance(value, Mapping) and (records := [each for each in get_args(kind) if is_dataclass(each)]):
+        return built(records[0], value)  # of a record or None
     return value
 
 

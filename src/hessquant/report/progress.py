@@ -12,6 +12,7 @@ from rich.table import Column
 from rich.text import Text
 
 from hessquant.records import Plan
+from hessquant.report.degraded import starving
 from hessquant.report.units import format_bytes, format_ratio, format_seconds
 from hessquant.results import LayerRecord
 
@@ -43,6 +44,8 @@ class _Stages:
         self._console, self._show = console, show
         self._name = ""
         self._started = 0.0
+        self._first_experts: set[str] = set()
+        self._experts: list[LayerRecord] = []
 
     def __enter__(self) -> Self:
         """Show nothing yet."""
@@ -56,6 +59,15 @@ class _Stages:
         """Show it as was asked for."""
         if self._show is not None:
             self._show(plan)
+        mixed = [target for target in plan.targets if target.may_be_skipped or target.module]
+        self._first_experts = {target.name for target in mixed if target.block == mixed[0].block}
+
+    def layer(self, record: LayerRecord) -> None:
+        """Say it if the experts of the first block that has any see too few tokens."""
+        if record.name in self._first_experts:
+            self._experts.append(record)
+            if len(self._experts) == len(self._first_experts) and (sentence := starving(self._experts)):
+                self._print(sentence)
 
     def stage(self, name: str, steps: int) -> None:
         """End the stage before, and begin one of `steps` steps."""
@@ -108,6 +120,7 @@ class BarProgress(_Stages):
 
     def layer(self, record: LayerRecord) -> None:
         """Show the error of the weight that was just quantized."""
+        super().layer(record)
         self._update(error=f"{format_ratio(record.relative_to_rtn)} RTN")
 
     def _update(self, **shown: Any) -> None:
@@ -145,4 +158,5 @@ class LineProgress(_Stages):
 
     def layer(self, record: LayerRecord) -> None:
         """Take a weight's error into the mean that the next line gives."""
+        super().layer(record)
         self._errors.append(record.relative_to_rtn)

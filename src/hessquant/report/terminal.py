@@ -17,6 +17,7 @@ from hessquant.report.figures import (
     kind_labels,
     kind_of,
     kinds_of,
+    load_sentences,
     memory_sentences,
     notes,
     reach,
@@ -47,9 +48,11 @@ _OPENS_STYLES = {"yes": "green", "no": "red", "unknown": "yellow"}
 
 def render_plan(plan: Plan) -> RenderableType:
     """Tables of what will be quantized, what will not and why, and which servers will open the result."""
+    few = () if plan.expert_load is None else load_sentences(plan.expert_load)
     return _page(
         _plan_facts(plan),
         None if plan.fits else _sentences("This machine cannot hold it", memory_sentences(plan), "yellow"),
+        _sentences("Few tokens per expert", few, "yellow") if few else None,
         _weights_table(plan.targets) if plan.targets else None,
         _untouched_table(plan) if plan.untouched else None,
         _servers_table(plan) if plan.servers else None,
@@ -122,7 +125,10 @@ def _plan_facts(plan: Plan) -> Table:
     groups = ", ".join(map(format_group, sorted({target.grid.group_size for target in plan.targets})))
     context = f", of a context of {plan.context:,}" if plan.context is not None else ""
     machine = f" of the machine's {format_bytes(plan.machine_memory)}" if plan.machine_memory else ""
-    on_device = None
+    experts, on_device = None, None
+    if plan.expert_load is not None:
+        load = plan.expert_load
+        experts = f"{load.chosen} of {load.experts:,} per token, each with about {load.tokens:,} calibration tokens"
     if plan.device_memory_bytes:
         has = f" of its {format_bytes(plan.device_memory)}" if plan.device_memory else ""
         on_device = f"about {format_bytes(plan.device_memory_bytes)}{has}"
@@ -142,12 +148,10 @@ def _plan_facts(plan: Plan) -> Table:
             f"{format_percent(plan.unquantized_matrices)} without embeddings and head",
         ),
         ("Windows", None if plan.window_length is None else f"up to {plan.window_length:,} tokens{context}"),
+        ("Experts", experts),
         ("Runs on", plan.place or None),
         ("Memory", f"about {format_bytes(plan.memory_bytes)}{machine}"),
-        (
-            "On the device",
-            f"about {format_bytes(plan.device_memory_bytes)}{on_device}" if plan.device_memory_bytes else None,
-        ),
+        ("On the device", on_device),
         ("Tensor parallel", reach(plan.tensor_parallel, plan.tensor_parallel_limit)),
     )
 
