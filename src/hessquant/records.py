@@ -172,6 +172,29 @@ class Untouched:
 
 
 @dataclass(frozen=True)
+class SourceForm:
+    """How the weights of a source are stored, where that is not plain 16 or 32 bit.
+
+    Attributes:
+        title: What the form is, in words; empty if all is plain.
+        dequantized: Names of the tensors that are dequantized as they are read.
+        dropped: Stored tensors that have no place in the result, and why.
+        parts_bytes: Bytes of what is stored of those tensors that are dequantized at the same time, at most.
+        values_bytes: Bytes of their values in float32.
+    """
+
+    title: str = ""
+    dequantized: frozenset[str] = frozenset()
+    dropped: tuple[Untouched, ...] = ()
+    parts_bytes: int = 0
+    values_bytes: int = 0
+
+
+PLAIN = SourceForm()
+"""That of a source whose tensors are seen as they are stored."""
+
+
+@dataclass(frozen=True)
 class ServerVerdict:
     """Whether one client opens the planned checkpoint.
 
@@ -248,6 +271,8 @@ class Plan:
         place: The device that the model runs on and the dtype that it computes in; empty where it does not run.
         device_memory_bytes: Estimated peak of the memory of an accelerator that the model runs on; 0 without one.
         device_memory: Bytes that it has; 0 without one, or where that does not matter.
+        source_form: How the source's weights are stored, in words; empty if they are plain 16 or 32 bit.
+        dropped: Tensors of the source that have no place in the result, and why.
     """
 
     source: str
@@ -279,6 +304,8 @@ class Plan:
     place: str = ""
     device_memory_bytes: int = 0
     device_memory: int = field(default=0, compare=False)
+    source_form: str = ""
+    dropped: tuple[Untouched, ...] = ()
 
     @property
     def fits(self) -> bool:

@@ -18,16 +18,33 @@ from hessquant.records import GridSpec, TensorInfo
 _Read = TypeVar("_Read")
 
 
+_QUANTIZATION = "quantization_config", "compression_config"
+
+
 def quantization_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The `quantization_config` of a model's config; None if it has none.
+    """The `quantization_config` of a model's config, or of the language model in it; None if it has none.
 
     Raises:
         SourceError: If it is not an object.
     """
-    described = config.get("quantization_config")
-    if described is not None and not isinstance(described, dict):
-        raise SourceError(f"quantization_config is a {type(described).__name__}, not an object")
-    return described
+    inner = config.get("text_config")
+    for place in (config, inner if isinstance(inner, dict) else {}):
+        for name in _QUANTIZATION:
+            described = place.get(name)
+            if described is not None and not isinstance(described, dict):
+                raise SourceError(f"{name} is a {type(described).__name__}, not an object")
+            if described is not None:
+                return described
+    return None
+
+
+def unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without what it says of quantization, at any depth."""
+    return {
+        name: unquantized(value) if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name not in _QUANTIZATION
+    }
 
 
 class UnpackedCheckpoint(Mapping[str, QuantizedWeight]):
@@ -56,7 +73,7 @@ class UnpackedCheckpoint(Mapping[str, QuantizedWeight]):
         if described is None:
             raise SourceError(f"{reader.directory}: nothing in it is quantized; config.json has no quantization_config")
         self.directory = reader.directory
-        self.config: Mapping[str, Any] = {k: v for k, v in reader.config.items() if k != "quantization_config"}
+        self.config: Mapping[str, Any] = unquantized(reader.config)
         self._reader, self._dialect = reader, dialect_of(described)
         self.settings = self._dialect.read_settings(described)
         modules = self._dialect.modules(reader.tensors)

@@ -84,7 +84,7 @@ def quantize(
         with RunStore(kept_in, keep=keep_run) as store, holding(out):
             finished = report_in(out) if is_complete(out) else None
             batches = inputs.batches(tokens_per_batch(source.place))
-            streamed = StreamedModel(source, reader.tensors, reader.read)
+            streamed = StreamedModel(source, reader.tensors, reader.decode)
             scales = ScaleCheck(plan.targets, reader.tensors, config)
             identity = _identity(plan, config, inputs.record, audit(reader, progress, scales))
             store.begin({name: value for name, value in identity.items() if name not in _OF_THE_OUTPUT})
