@@ -254,7 +254,7 @@ class Plan:
         bits_per_weight: Mean bits of a target's weights with scales and zeros.
         unquantized_share: Share of the source's weight bytes that stays as it is, 0 to 1.
         unquantized_matrices: The same, embeddings and head apart.
-        source_bytes: Bytes of all source tensors.
+        source_bytes: Bytes of all source tensors; of those that are dequantized, in 16 bit.
         output_bytes: Bytes of all output tensors.
         memory_bytes: Estimated peak of anonymous memory.
         tensor_parallel: Largest tensor-parallel size (a power of two up to 64) that the shapes allow.

@@ -1,16 +1,23 @@
 """A source in FP8 is planned and quantized as the model that it stands for, in whatever way it is stored."""
 
 import json
+from io import StringIO
 
 import pytest
 import torch
+from benchmarks.loading import load_model
+from rich.console import Console
 from tests.stored.forms import FLOAT8
 from tests.tiny import tokens
 
 import hessquant
+from hessquant.checkpoint.audit import audit
 from hessquant.checkpoint.opening import weights_of
 from hessquant.checkpoint.reader import CheckpointReader
+from hessquant.models.source import resolve
 from hessquant.pipeline import make_plan
+from hessquant.report.terminal import render_inspection, render_plan
+from hessquant.results import SILENT
 
 
 def is_projection(name):
@@ -51,6 +58,80 @@ def test_the_plan_says_what_the_source_is(case):
     assert dropped == {name for name in stored.tensors if name.endswith(form.drops or "-")}
     assert all("activations" in tensor.reason for tensor in plan.dropped)
     assert not dropped & {tensor.name for tensor in plan.untouched}
+
+
+def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(llama, tmp_path):
+    source, _ = FLOAT8["block"].store(llama[0], is_projection).write(tmp_path, llama[1])
+    config = hessquant.Config(group_size=32)
+
+    class Killer(type(SILENT)):
+        def layer(self, record):
+            if record.name.startswith("model.layers.1."):
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hessquant.quantize(str(source), tmp_path / "out", config, calibration=[tokens()], progress=Killer())
+    assert not (tmp_path / "out" / "config.json").exists()
+    report = hessquant.quantize(str(source), tmp_path / "out", config, calibration=[tokens()])
+    assert report.resumed_blocks == 1
+    hessquant.quantize(str(source), tmp_path / "at once", config, calibration=[tokens()])
+    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "at once"))
+    assert first == second
+
+
+def test_another_scale_is_another_run(llama, tmp_path):
+    """The identity is over what is stored."""
+    digests = set()
+    for change in (None, "model.layers.0.mlp.up_proj.weight_scale", "model.layers.0.mlp.up_proj.input_scale"):
+        stored = FLOAT8["per tensor"].store(llama[0], is_projection)
+        if change:
+            stored.tensors[change] = torch.tensor(0.25)
+        folder = tmp_path / str(change)
+        folder.mkdir()
+        source, _ = stored.write(folder, llama[1])
+        with CheckpointReader(source) as reader:
+            digests.add(audit(weights_of(reader), SILENT))
+    assert len(digests) == 3
+
+
+def test_it_is_evaluated_and_inspected(case):
+    form, stored, source, plain = case
+    with torch.no_grad():
+        first, second = (load_model(resolve(str(path)))(input_ids=tokens(2)).logits for path in (source, plain))
+    assert torch.equal(first, second)
+    inspection = hessquant.inspect(source)
+    assert (inspection.format, inspection.faults, inspection.unchecked) == (form.title, (), "")
+    assert len(inspection.weights) == 14
+    assert 8 <= inspection.bits_per_weight < 9
+    assert inspection.total_bytes == sum(each.nbytes for each in stored.tensors.values())
+
+
+def test_people_are_told_what_the_source_was(llama, tmp_path):
+    source, _ = FLOAT8["per tensor"].store(llama[0], is_projection).write(tmp_path, llama[1])
+    config = hessquant.Config(group_size=32, exclude=("down_proj",))
+    report = hessquant.quantize(str(source), tmp_path / "out", config, calibration=[tokens()])
+    shown = StringIO()
+    Console(file=shown, width=200).print(render_plan(report.plan))
+    Console(file=shown, width=200).print(render_inspection(hessquant.inspect(source)))
+    for text in (
+        "FP8 per tensor, dequantized",
+        "14 tensors: scale of activations, which stay in 16 bit",
+        "excluded by pattern 'down_proj', dequantized to BF16",
+    ):
+        assert text in shown.getvalue()
+    assert "source: FP8 per tensor, dequantized" in (tmp_path / "out" / "hessquant-report.html").read_text()
+    name = "model.layers.1.mlp.down_proj.weight"
+    with CheckpointReader(tmp_path / "out") as written, CheckpointReader(source) as reader:
+        assert torch.equal(written.read(name), weights_of(reader).decode(name).to(torch.bfloat16))
+        assert not any("scale" in each for each in written.tensors if not each.endswith("scales"))
+
+
+def test_parts_in_memory_are_in_the_plan(llama, tmp_path):
+    source, plain = FLOAT8["block"].store(llama[0], is_projection).write(tmp_path, llama[1])
+    ours, theirs = (make_plan(str(path), calibration=[tokens()]) for path in (source, plain))
+    # The four largest of a block: three of 96 x 64 and one of 64 x 64; blocks of 40 x 48 have 3 x 2 or 2 x 2 scales.
+    codes, scales = 3 * 96 * 64 + 64 * 64, 4 * (3 * 2 + 3 * 2 + 2 * 2 + 2 * 2)
+    assert ours.memory_bytes - theirs.memory_bytes == codes + scales
 
 
 def test_it_is_quantized_as_its_dequantized_weights_are(case, tmp_path):

@@ -68,8 +68,8 @@ class DequantizedCheckpoint:
         self.form = SourceForm(
             f"{form.title}, dequantized",
             frozenset(self._weights),
-            tuple(map(_dropped, dropped)),
-            *_at_once(self._weights.values()),
+            tuple(map(dropped_scale, dropped)),
+            *at_once(map(_size, self._weights.values())),
         )
 
     def parts(self, name: str) -> tuple[str, ...]:
@@ -135,16 +135,24 @@ def _decoded(weight: StoredWeight, parts: Iterable[Tensor]) -> Tensor:
     return weight.decode(parts)
 
 
-def _dropped(info: TensorInfo) -> Untouched:
+def _size(weight: StoredWeight) -> tuple[str, int, int]:
+    return weight.name, sum(part.info.bytes for part in weight.parts), prod(weight.shape)
+
+
+def dropped_scale(info: TensorInfo) -> Untouched:
+    """A scale that has no place in what is written."""
     return Untouched(info.name, info.shape, info.dtype, info.bytes, "scale of activations, which stay in 16 bit")
 
 
-def _at_once(weights: Iterable[StoredWeight]) -> tuple[int, int]:
-    """Bytes of parts and of values that are there together while those of one block are read, at most."""
+def at_once(weights: Iterable[tuple[str, int, int]]) -> tuple[int, int]:
+    """What is there together while weights of one block are read, at most: bytes besides the values, and of those.
+
+    Args:
+        weights: Name, bytes besides the values, and count of values of each.
+    """
     of_block: dict[str, list[tuple[int, int]]] = {}
-    for weight in weights:
-        size = sum(part.info.bytes for part in weight.parts), _ITEM * prod(weight.shape)
-        of_block.setdefault(block_of(weight.name), []).append(size)
+    for name, besides, count in weights:
+        of_block.setdefault(block_of(name), []).append((besides, _ITEM * count))
     largest = [sorted(sizes, key=sum)[-_TOGETHER:] for sizes in of_block.values()]
     parts, values = (max(sum(size[kind] for size in sizes) for sizes in largest) for kind in (0, 1))
     return parts, values

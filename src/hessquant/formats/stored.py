@@ -112,6 +112,6 @@ def refuse_both(names: Iterable[str], tensors: Tensors) -> None:
             raise fault_of(tensors[name], "is there twice: by itself, and as parts to be dequantized")
 
 
-def listed(described: Mapping[str, Any], *names: str) -> Any:
+def stated(described: Mapping[str, Any], *names: str) -> Any:
     """The first of these settings that is there and not null."""
     return next((described[name] for name in names if described.get(name) is not None), None)

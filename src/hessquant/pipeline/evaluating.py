@@ -179,7 +179,7 @@ def stream_checkpoint(
     unpacked = UnpackedCheckpoint(reader)
     probed = probe(source, unpacked.tensors, inputs=inputs)
     decoded = DecodedCheckpoint(unpacked, probed.products)
-    return StreamedModel(source, decoded.tensors, decoded.read), probed
+    return StreamedModel(source, decoded.tensors, decoded.decode), probed
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from hessquant.calibration.calibration import Calibration
-from hessquant.checkpoint.opening import weights_of
+from hessquant.checkpoint.opening import requantized, weights_of
 from hessquant.checkpoint.reader import CheckpointReader, WeightSource
 from hessquant.config import Config
 from hessquant.models.source import ModelSource, resolve
@@ -52,7 +52,10 @@ def planned(
     with CheckpointReader(source.directory) as reader:
         inputs = Calibration(source, calibration, config)
         inputs.check()
-        weights = weights_of(reader) or reader
+        weights = weights_of(reader)
+        if weights is None:
+            # The plan refuses it as it is, unless it was asked for.
+            weights = requantized(source, reader, inputs.sample) if config.requantize else reader
         plan = planning.make_plan(source, weights.tensors, config, inputs=inputs.sample, form=weights.form)
         refuse_form(config.format, weights, plan)
         yield source, weights, inputs, plan

@@ -29,7 +29,7 @@ from hessquant.results import SILENT, CalibrationRecord, Progress, RunReport
 from hessquant.run.loop import Outcome, quantize_segments
 from hessquant.run.store import RunStore
 
-_FREE_OF_RESULT = ("activation_memory", "capture", "max_unquantized", "serve", "trust_remote_code")
+_FREE_OF_RESULT = ("activation_memory", "capture", "max_unquantized", "requantize", "serve", "trust_remote_code")
 """Settings that do not change the result, so that a run may go on with others."""
 
 _OF_THE_PLACE = ("device", "forward_dtype")
