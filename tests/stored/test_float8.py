@@ -9,6 +9,8 @@ from benchmarks.loading import load_model
 from rich.console import Console
 from tests.stored.forms import FLOAT8
 from tests.tiny import tokens
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import hessquant
 from hessquant.checkpoint.audit import audit
@@ -106,6 +108,25 @@ def test_it_is_evaluated_and_inspected(case):
     assert inspection.total_bytes == sum(each.nbytes for each in stored.tensors.values())
 
 
+def test_a_result_is_measured_against_its_original_in_float8(llama, tmp_path):
+    source, plain = FLOAT8["block"].store(llama[0], is_projection).write(tmp_path, llama[1])
+    backend = Tokenizer(models.WordLevel({f"w{n}": n for n in range(97)}, unk_token="w0"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    for folder in (source, plain):
+        PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="w0").save_pretrained(folder)
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{n * n % 97}" for n in range(200)))
+    hessquant.quantize(str(source), tmp_path / "out", hessquant.Config(group_size=32), calibration=[tokens()])
+    ours, theirs = (
+        hessquant.evaluate(str(tmp_path / "out"), against=str(base), text=str(text), window_length=20)
+        for base in (source, plain)
+    )
+    assert ours.comparison.kl_divergence > 0
+    assert ours.comparison.kl_divergence == theirs.comparison.kl_divergence
+    same = hessquant.evaluate(str(source), against=str(plain), text=str(text), window_length=20)
+    assert same.comparison.kl_divergence == 0
+
+
 def test_people_are_told_what_the_source_was(llama, tmp_path):
     source, _ = FLOAT8["per tensor"].store(llama[0], is_projection).write(tmp_path, llama[1])
     config = hessquant.Config(group_size=32, exclude=("down_proj",))
@@ -132,6 +153,8 @@ def test_parts_in_memory_are_in_the_plan(llama, tmp_path):
     # The four largest of a block: three of 96 x 64 and one of 64 x 64; blocks of 40 x 48 have 3 x 2 or 2 x 2 scales.
     codes, scales = 3 * 96 * 64 + 64 * 64, 4 * (3 * 2 + 3 * 2 + 2 * 2 + 2 * 2)
     assert ours.memory_bytes - theirs.memory_bytes == codes + scales
+    with CheckpointReader(source) as reader:
+        assert weights_of(reader).form.values_bytes == 4 * codes
 
 
 def test_it_is_quantized_as_its_dequantized_weights_are(case, tmp_path):

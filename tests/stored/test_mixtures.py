@@ -6,13 +6,13 @@ import pytest
 import torch
 from benchmarks.loading import load_model
 from safetensors.torch import load_file
-from tests.stored.forms import E2M1, E8M0, FLOAT8, store_mxfp4
+from tests.stored.forms import E2M1, E8M0, FLOAT8, Stored, store_mxfp4
 from tests.stored.models import DEEPSEEK, QWEN, gpt_oss
 from tests.tiny import tokens
 from transformers import AutoModelForCausalLM
 
 import hessquant
-from hessquant.checkpoint.opening import weights_of
+from hessquant.checkpoint.opening import requantized, weights_of
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.formats.mxfp4 import read_form
 from hessquant.models.source import resolve
@@ -77,6 +77,28 @@ def test_gpt_oss_is_quantized_as_its_dequantized_weights_are(mxfp4, tmp_path):
     with torch.no_grad():
         first, second = (load_model(resolve(str(path)))(input_ids=tokens(2)).logits for path in (source, plain))
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("kind", [QWEN, gpt_oss(2)], ids=["qwen3-moe", "gpt-oss"])
+def test_a_quantized_mixture_is_quantized_again_from_its_decoded_weights(kind, tiny, tmp_path):
+    """Also where the model has one tensor of what the checkpoint has apart."""
+    tensors, config = tiny(kind)
+    first, _ = Stored(tensors, {}, {}).write(tmp_path, config)
+    once = hessquant.Config(group_size=32, format="compressed-tensors", exclude=("o_proj",))
+    hessquant.quantize(str(first), tmp_path / "once", once, calibration=[tokens()])
+    with CheckpointReader(tmp_path / "once") as reader:
+        weights = requantized(resolve(str(tmp_path / "once")), reader)
+        assert weights.tensors.keys() == tensors.keys()
+        decoded = {name: weights.decode(name) for name in weights.tensors}
+        parts = [part for name in weights.tensors for part in weights.parts(name)]
+        assert sorted(parts) == sorted(reader.tensors)
+    folder = tmp_path / "decoded"
+    folder.mkdir()
+    _, plain = Stored({}, decoded, {}).write(folder, config)
+    again = hessquant.Config(group_size=16, bits=3, requantize=True, format="gptq")
+    for path in (tmp_path / "once", plain):
+        hessquant.quantize(str(path), tmp_path / f"{path.name}-again", again, calibration=[tokens()])
+    same_values(tmp_path / "once-again", tmp_path / "plain-again")
 
 
 @pytest.mark.parametrize("kind", [QWEN, DEEPSEEK], ids=["qwen3-moe", "deepseek-v3"])

@@ -105,7 +105,7 @@ class ModelSource:
         # With this left in, transformers would build packed modules.
         inner = getattr(config, "text_config", None)
         places = [vars(each) for each in (config, inner) if isinstance(each, PreTrainedConfig)]
-        said = [place.pop("quantization_config", None) for place in places]
+        said = [place.pop(name, None) for place in places for name in ("quantization_config", "compression_config")]
         return config, next((each for each in said if each is not None), None)
 
     @cached_property
