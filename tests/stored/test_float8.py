@@ -3,11 +3,12 @@
 import json
 from io import StringIO
 
+import numpy as np
 import pytest
 import torch
 from benchmarks.loading import load_model
 from rich.console import Console
-from tests.stored.forms import FLOAT8
+from tests.stored.forms import E4M3, FLOAT8
 from tests.tiny import tokens
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -16,8 +17,11 @@ import hessquant
 from hessquant.checkpoint.audit import audit
 from hessquant.checkpoint.opening import weights_of
 from hessquant.checkpoint.reader import CheckpointReader
+from hessquant.checkpoint.unpacked import quantization_of, unquantized
+from hessquant.formats.float8 import read_form
 from hessquant.models.source import resolve
 from hessquant.pipeline import make_plan
+from hessquant.records import TensorInfo
 from hessquant.report.terminal import render_inspection, render_plan
 from hessquant.results import SILENT
 
@@ -48,6 +52,61 @@ def test_values_are_those_of_the_definition_bit_by_bit(case):
             written = weights.read(name)
             assert torch.equal(written, value.to(torch.bfloat16))
             assert weights.tensors[name].dtype == "BF16"
+
+
+STACKS = {
+    "blocks": ({"quant_method": "fp8", "weight_block_size": [2, 3]}, (3, 3, 3), lambda e, r, c: (e, r // 2, c // 3)),
+    "matrices": ({"quant_method": "fp8"}, (3, 1, 1), lambda e, r, c: (e, 0 * r, 0 * c)),
+    "outputs": ({"quant_method": "fbgemm_fp8"}, (3, 5, 1), lambda e, r, c: (e, r, 0 * c)),
+    "outputs, turned": ({"quant_method": "fbgemm_fp8"}, (3, 1, 7), lambda e, r, c: (e, 0 * r, c)),
+}
+
+
+@pytest.mark.parametrize("kind", STACKS)
+def test_a_stack_is_decoded_matrix_by_matrix(kind):
+    described, shape, where = STACKS[kind]
+    draw = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 120, (3, 5, 7), generator=draw, dtype=torch.uint8)
+    scales = torch.rand(shape, generator=draw)
+    expected = E4M3[codes.numpy()] * scales.numpy()[where(*np.indices((3, 5, 7)))]
+    header = {
+        "experts.up": TensorInfo("experts.up", (3, 5, 7), "F8_E4M3", 105, ""),
+        "experts.up_scale_inv": TensorInfo("experts.up_scale_inv", shape, "F32", 4, ""),
+    }
+    (weight,) = read_form(described).weights(header)
+    parts = codes.view(torch.float8_e4m3fn), scales
+    assert torch.equal(weight.decode(parts), torch.from_numpy(expected))
+    assert weight.unit == 1
+    pieces = [
+        [part[index : index + each.rows] for part, each in zip(parts, weight.parts, strict=True)] for index in range(3)
+    ]
+    assert torch.equal(torch.cat([weight.decode(piece) for piece in pieces]), torch.from_numpy(expected))
+
+
+def test_a_config_says_it_of_the_language_model_in_it_and_none_of_it_is_left():
+    described = {"quant_method": "fp8"}
+    for config in (
+        {"quantization_config": described},
+        {"text_config": {"quantization_config": described, "hidden_size": 64}},
+        {"compression_config": described},
+    ):
+        assert quantization_of(config) == described
+        assert "fp8" not in json.dumps(unquantized(config))
+    assert unquantized({"text_config": {"quantization_config": {}, "hidden_size": 64}}) == {
+        "text_config": {"hidden_size": 64}
+    }
+
+
+def test_scales_of_activations_are_dropped_whatever_they_are_called(llama, tmp_path):
+    stored = FLOAT8["block"].store(llama[0], is_projection)
+    module = "model.layers.0.self_attn"
+    extra = [
+        f"{module}.{name}" for name in ("k_proj.input_scale_inv", "k_scale", "v_scale", "attn.q_scale", "k_cache_scale")
+    ]
+    stored.tensors |= {name: torch.ones(1) for name in extra}
+    source, _ = stored.write(tmp_path, llama[1])
+    plan = make_plan(str(source), calibration=[tokens()])
+    assert {tensor.name for tensor in plan.dropped} == set(extra)
 
 
 def test_the_plan_says_what_the_source_is(case):

@@ -82,6 +82,11 @@ HOSTILE = {
         put(UP, float8(64, 96)),
         rf"{UP} is \[64, 96\] in model.safetensors, but \[96, 64\] according to config.json",
     ),
+    "a weight has zeros": (
+        TENSOR,
+        put(f"{UP}_zero_point", torch.zeros(1)),
+        f"{UP}_zero_point goes with {UP}, which is F8_E4M3 and has a scale",
+    ),
     "a norm is in FP8 by itself": (
         BLOCK,
         put("model.norm.weight", float8(64)),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hessquant.errors import SourceError
-from hessquant.formats.stored import Form, Part, StoredWeight, Tensors, exponents, fault_of
+from hessquant.formats.stored import Form, Part, StoredWeight, Tensors, exponents, fault_of, is_of_activations
 from hessquant.records import TensorInfo
 
 _CODES = "F8_E4M3"
@@ -111,12 +111,16 @@ def _weights(tensors: Tensors, blocks: frozenset[Block], dtypes: tuple[str, ...]
         used.add(scales[0].name)
         yield _weight(info, scales[0], blocks, dtypes)
     for name, info in tensors.items():
+        if name in used or is_of_activations(name):
+            continue
         # Other tensors may well be called a scale, but not of a weight.
         owner = next((name.removesuffix(ending) for ending in _ENDINGS if name.endswith(ending)), "")
-        if name in used or not (name.endswith(_ENDINGS[0]) or owner.endswith(".weight")):
-            continue
-        found = f"{owner} is {tensors[owner].dtype}" if owner in tensors else f"there is no {owner}"
-        raise fault_of(info, f"is a scale without a weight: {found}, not {_CODES}")
+        if name.endswith(_ENDINGS[0]) or owner.endswith(".weight"):
+            found = f"{owner} is {tensors[owner].dtype}" if owner in tensors else f"there is no {owner}"
+            raise fault_of(info, f"is a scale without a weight: {found}, not {_CODES}")
+        weight = "".join(name.rpartition(".weight_")[:2]).removesuffix("_")
+        if weight in tensors and tensors[weight].dtype == _CODES:
+            raise fault_of(info, f"goes with {weight}, which is {_CODES} and has a scale; nothing else is known there")
 
 
 def _weight(codes: TensorInfo, scales: TensorInfo, blocks: frozenset[Block], dtypes: tuple[str, ...]) -> StoredWeight:

@@ -14,7 +14,7 @@ from hessquant.records import TensorInfo
 Tensors = Mapping[str, TensorInfo]
 
 _OF_ACTIVATIONS = re.compile(
-    r"(.*\.)?(input|output|activation|prob|softmax|query|key|value|q|k|v|kv)(_output|_activation)?(_proj)?"
+    r"(.*\.)?(input|output|activation|prob|softmax|query|key|value|q|k|v|kv)(_output|_activation|_cache)?(_proj)?"
     r"_(scale|scale_inv|scale_ub|zero_point|global_scale|amax)"
 )
 """Names of scales of activations and of the cache of keys and values; what is written has no place for them."""
