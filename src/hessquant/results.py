@@ -248,12 +248,12 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class InspectedWeight:
-    """One quantized weight found in a checkpoint."""
+    """One quantized weight found in a checkpoint; `grid` is None where its values are floats, as in FP8."""
 
     name: str
     rows: int
     columns: int
-    grid: GridSpec
+    grid: GridSpec | None
     bytes: int
 
 
@@ -263,7 +263,7 @@ class Inspection:
 
     Attributes:
         directory: Its name.
-        format: "gptq", "gptq_v2", or "none" when nothing is quantized.
+        format: "gptq", "gptq_v2" or another in words, or "none" when nothing is quantized.
         weights: Quantized weights.
         untouched: Every other tensor.
         bits_per_weight: Mean bits per quantized weight, scales and zeros included; 0 when none.

@@ -14,8 +14,9 @@ from hessquant.calibration.windows import evaluation_windows
 from hessquant.capture.activations import ActivationStore
 from hessquant.capture.segments import Structure
 from hessquant.checkpoint.decoded import DecodedCheckpoint
+from hessquant.checkpoint.opening import weights_of
 from hessquant.checkpoint.reader import CheckpointReader
-from hessquant.checkpoint.unpacked import UnpackedCheckpoint, quantization_of, refuse_undescribed
+from hessquant.checkpoint.unpacked import UnpackedCheckpoint, refuse_undescribed
 from hessquant.config import Config
 from hessquant.errors import DeviceMemoryError, PlanError, SourceError
 from hessquant.evaluation import Perplexity, compare, perplexity, predicted_tokens, refuse_vocabularies
@@ -170,13 +171,15 @@ def stream_checkpoint(
         SourceError: If it cannot be built, or its config and tensors disagree.
         PlanError: If it is quantized, and its forward pass fails, which has to show what its weights are.
     """
-    if quantization_of(reader.config) is None:
-        refuse_undescribed(reader)
-        return StreamedModel(source, reader.tensors, reader.read), _structure(source, reader.tensors, inputs)
+    weights = weights_of(reader)
+    if weights is not None:
+        if weights is reader:
+            refuse_undescribed(reader)
+        return StreamedModel(source, weights.tensors, weights.decode), _structure(source, weights.tensors, inputs)
     unpacked = UnpackedCheckpoint(reader)
     probed = probe(source, unpacked.tensors, inputs=inputs)
     decoded = DecodedCheckpoint(unpacked, probed.products)
-    return StreamedModel(source, decoded.tensors, decoded.read), probed
+    return StreamedModel(source, decoded.tensors, decoded.decode), probed
 
 
 @dataclass(frozen=True)

@@ -124,6 +124,7 @@ def _plan_facts(plan: Plan) -> Table:
     grids = ", ".join(sorted({format_grid(target.grid) for target in plan.targets}))
     groups = ", ".join(map(format_group, sorted({target.grid.group_size for target in plan.targets})))
     context = f", of a context of {plan.context:,}" if plan.context is not None else ""
+    in_bits = " in 16 bit" if plan.source_form else ""
     machine = f" of the machine's {format_bytes(plan.machine_memory)}" if plan.machine_memory else ""
     experts, on_device = None, None
     if plan.expert_load is not None:
@@ -134,13 +135,16 @@ def _plan_facts(plan: Plan) -> Table:
         on_device = f"about {format_bytes(plan.device_memory_bytes)}{has}"
     return _facts(
         ("Model", f"{plan.source} ({plan.architecture})"),
+        ("Source", plan.source_form or None),
+        ("Dropped", _dropped(plan) or None),
         ("Blocks", " + ".join(f"{count} x {name}" for name, count in Counter(map(kind_of, plan.blocks)).items())),
         ("Run as one", f"the whole model is in memory, since {plan.whole}" if plan.whole else None),
         ("Targets", f"{len(plan.targets):,} weights, {grids}, group {groups}"),
         ("Bits per weight", f"{round(plan.bits_per_weight, 4):g}"),
         (
             "Size",
-            f"{format_bytes(plan.source_bytes)} -> {format_bytes(plan.output_bytes)} ({format_percent(smaller)})",
+            f"{format_bytes(plan.source_bytes)}{in_bits} -> {format_bytes(plan.output_bytes)} "
+            f"({format_percent(smaller)})",
         ),
         (
             "Left in 16 bit",
@@ -156,6 +160,11 @@ def _plan_facts(plan: Plan) -> Table:
     )
 
 
+def _dropped(plan: Plan) -> str:
+    counted = Counter(tensor.reason for tensor in plan.dropped)
+    return "; ".join(f"{count:,} tensors: {reason}" for reason, count in counted.items())
+
+
 def _weights_table(weights: Iterable[Target | InspectedWeight]) -> Table:
     """Weights by name, shape and grid, like ones counted instead of listed."""
     counted = Counter((kind_of(weight.name), weight.rows, weight.columns, weight.grid) for weight in weights)
@@ -166,7 +175,13 @@ def _weights_table(weights: Iterable[Target | InspectedWeight]) -> Table:
         _figures("count", f"{counted.total():,}"),
     )
     rows = (
-        (labels[name], f"{rows} x {columns}", format_grid(grid), format_group(grid.group_size), f"{count:,}")
+        (
+            labels[name],
+            f"{rows} x {columns}",
+            "-" if grid is None else format_grid(grid),
+            "-" if grid is None else format_group(grid.group_size),
+            f"{count:,}",
+        )
         for (name, rows, columns, grid), count in counted.items()
     )
     return _table("Quantized weights", columns, rows)
