@@ -157,11 +157,16 @@ def merge(first: HessianStatistics, second: HessianStatistics) -> HessianStatist
 
 def hessian(statistics: HessianStatistics) -> Tensor:
     """The mean H = sum_n s_n x_n x_n^T / sum_n s_n, [columns, columns], exactly symmetric; zeros for no tokens."""
-    full = statistics.sum.clone()
-    for rows, columns in lower_tiles(0, len(full)):
-        tile = full[rows, columns]
-        if rows == columns:
-            tile.copy_(torch.tril(tile) + torch.tril(tile, -1).T)
-        else:
-            full[columns, rows] = tile.T
+    full = mirror(statistics.sum.clone())
     return full.div_(statistics.weight_sum) if statistics.weight_sum > 0 else full
+
+
+def mirror(sums: Tensor) -> Tensor:
+    """Write the lower triangle of each of some sums [..., columns, columns] to its upper one, in their place."""
+    for rows, columns in lower_tiles(0, sums.shape[-1]):
+        tile = sums[..., rows, columns]
+        if rows == columns:
+            tile.copy_(torch.tril(tile) + torch.tril(tile, -1).mT)
+        else:
+            sums[..., columns, rows] = tile.mT
+    return sums
