@@ -7,12 +7,13 @@ Statistics are values, and no function here overwrites one. A collection of many
 the accumulator's, which becomes statistics when it is complete.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hessquant.core.finite import FirstNonFinite, first_non_finite
+from hessquant.core.finite import FirstNonFinite, bring_home, first_non_finite
 from hessquant.core.gram import WeightedTokens, add_products, lower_tiles
 from hessquant.errors import NonFiniteError
 from hessquant.place import HOST
@@ -110,6 +111,11 @@ class HessianAccumulator:
         if first_bad is not None:
             raise _non_finite(*first_bad)
         return None if total is None else HessianStatistics(total, weight_sum, token_count)
+
+
+def settle(accumulators: Sequence[HessianAccumulator]) -> None:
+    """Have an accelerator asked once for all of some accumulators what else each `take` would ask for by itself."""
+    bring_home([accumulator._first_bad for accumulator in accumulators])
 
 
 def _refuse_non_finite(inputs: Tensor, tokens_before: int) -> None:
