@@ -11,7 +11,7 @@ from hessquant.config import LONGEST_DEFAULT_WINDOW, Config
 from hessquant.models.probe import Probe
 from hessquant.place import Place, device_memory
 from hessquant.planning.patterns import weight_pattern
-from hessquant.planning.work import HESSIAN, work
+from hessquant.planning.work import HESSIAN, work_together
 from hessquant.records import PLAIN, Remedy, SourceForm, Target
 
 TOKENS_PER_BATCH = 2048
@@ -207,7 +207,9 @@ def _statistics(targets: Sequence[Target], config: Config, place: Place) -> int:
     # The experts' own sums are apart from the mean that is worked on, and so is that of all.
     pools = max((HESSIAN * target.columns**2 for target in targets if target.module), default=0)
     held = together + max(stops.values(), default=0) + pools
-    return held + max((work(target, config, place) for target in targets), default=0)
+    experts = Counter(members[0].locations[0].parameter for members in inputs.values() if members[0].module)
+    works = (work_together(target, experts.get(target.locations[0].parameter, 1), config, place) for target in targets)
+    return held + max(works, default=0)
 
 
 def least_bytes(sizes: Sizes, config: Config) -> int:

@@ -24,9 +24,10 @@ from hessquant.planning.size import activation_budget, activation_budget_on
 from hessquant.records import Plan
 from hessquant.results import LayerRecord, Progress
 from hessquant.run.overlap import Overlap, Warm
-from hessquant.run.solve import TargetSolver, put_back
+from hessquant.run.solve import TargetSolver
 from hessquant.run.store import FinishedBlock, RunStore
 from hessquant.run.way import Way, first_way
+from hessquant.run.weights import put_back
 
 
 @dataclass(frozen=True)
