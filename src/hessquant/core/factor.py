@@ -28,7 +28,7 @@ _CHUNK = 1 << 20
 """Elements that are gathered or turned around at once: all that a factorisation holds besides its one matrix."""
 
 BATCH_CHUNK = 1 << 24
-"""The same for all matrices of a batch: each chunk is a few calls, which are what takes time where there are batches."""
+"""The same for all matrices of a batch: each chunk is a few calls, which are what takes time there."""
 
 
 @dataclass(frozen=True)
