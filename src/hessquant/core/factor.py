@@ -24,9 +24,11 @@ _FIRST_RETRY = 1e-6
 _NOTICEABLE = 0.01
 """Of the mean variance of an input: below that, what an input says of its own counts as nothing."""
 
-_CHUNK, BATCH_CHUNK = 1 << 20, 1 << 24
-"""Elements that are gathered or turned around at once: all that a factorisation holds besides its one matrix, or the
-matrices of a batch. Each chunk of a batch is a few calls, which are what takes time where there are batches."""
+_CHUNK = 1 << 20
+"""Elements that are gathered or turned around at once: all that a factorisation holds besides its one matrix."""
+
+BATCH_CHUNK = 1 << 24
+"""The same for all matrices of a batch: each chunk is a few calls, which are what takes time there."""
 
 
 @dataclass(frozen=True)
