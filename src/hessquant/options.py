@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
-from typing import Annotated, Any, get_origin
+from typing import Annotated, Any, cast, get_origin
 
 import typer
 from typer.core import TyperCommand
@@ -100,7 +100,7 @@ def trials_of(given: Mapping[str, Any]) -> Trials:
         asked["tasks"] = tuple(filter(None, map(str.strip, asked["tasks"].split(","))))
         if not asked["tasks"]:
             raise ConfigError(f"tasks is {given['tasks']!r}; give names with commas between them")
-    return Trials(**asked)
+    return cast(Trials, asked)
 
 
 def signature_of(command: Callable[..., int], options: Mapping[str, inspect.Parameter]) -> inspect.Signature:
