@@ -286,6 +286,7 @@ ROOMS = {
     "results": ("what came of a stage", ""),
     "config": ("settings", ""),
     "records": ("what is planned", ""),
+    "measures": ("windows, prompts, tasks", ""),
     "files": ("that appear whole", ""),
     "memory": ("what there is of it", ""),
     "interrupts": ("signals", ""),

@@ -211,11 +211,9 @@ class Comparison:
         kl_divergence: Mean over predicted tokens of KL(base || model), in nats.
         top1_agreement: Share of predicted tokens where both put the same token first.
         whole: Why the whole base model was in memory; empty if its blocks were run one by one.
-        base_perplexity_error: Standard error over windows; None for one window, as those below.
-        kl_error: Likewise.
-        top1_error: Likewise.
-        perplexity_ratio: The model's perplexity divided by the base's.
-        ratio_error: Its standard error over windows, which both models saw alike.
+        base_perplexity_error: Standard error over windows; None for one window, as all errors.
+        kl_error, top1_error: Likewise.
+        perplexity_ratio, ratio_error: The model's perplexity divided by the base's, and its standard error.
     """
 
     base: str
