@@ -25,6 +25,9 @@ from hessquant.records import TensorInfo
 from hessquant.report.terminal import render_inspection, render_plan
 from hessquant.results import SILENT
 
+# Values are compared for all of them, whole runs for some.
+RUN = pytest.mark.parametrize("case", ["block", "compressed-tensors, channel", "modelopt, older"], indirect=True)
+
 
 def is_projection(name):
     return name.endswith("_proj.weight")
@@ -155,11 +158,16 @@ def test_another_scale_is_another_run(llama, tmp_path):
     assert len(digests) == 3
 
 
-def test_it_is_evaluated_and_inspected(case):
-    form, stored, source, plain = case
+@RUN
+def test_it_is_run_as_its_dequantized_weights_are(case):
+    _, _, source, plain = case
     with torch.no_grad():
         first, second = (load_model(resolve(str(path)))(input_ids=tokens(2)).logits for path in (source, plain))
     assert torch.equal(first, second)
+
+
+def test_it_is_inspected(case):
+    form, stored, source, _ = case
     inspection = hessquant.inspect(source)
     assert (inspection.format, inspection.faults, inspection.unchecked) == (form.title, (), "")
     assert len(inspection.weights) == 14
@@ -216,6 +224,7 @@ def test_parts_in_memory_are_in_the_plan(llama, tmp_path):
         assert weights_of(reader).form.values_bytes == 4 * codes
 
 
+@RUN
 def test_it_is_quantized_as_its_dequantized_weights_are(case, tmp_path):
     _, _, source, plain = case
     config = hessquant.Config(group_size=32)
