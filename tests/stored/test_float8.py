@@ -9,6 +9,7 @@ import torch
 from benchmarks.loading import load_model
 from rich.console import Console
 from tests.stored.forms import E4M3, FLOAT8
+from tests.stored.killed import quantize_once_killed
 from tests.tiny import tokens
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -127,17 +128,7 @@ def test_the_plan_says_what_the_source_is(case):
 def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(llama, tmp_path):
     source, _ = FLOAT8["block"].store(llama[0], is_projection).write(tmp_path, llama[1])
     config = hessquant.Config(group_size=32)
-
-    class Killer(type(SILENT)):
-        def layer(self, record):
-            if record.name.startswith("model.layers.1."):
-                raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        hessquant.quantize(str(source), tmp_path / "out", config, calibration=[tokens()], progress=Killer())
-    assert not (tmp_path / "out" / "config.json").exists()
-    report = hessquant.quantize(str(source), tmp_path / "out", config, calibration=[tokens()])
-    assert report.resumed_blocks == 1
+    quantize_once_killed(source, tmp_path / "out", config, calibration=[tokens()])
     hessquant.quantize(str(source), tmp_path / "at once", config, calibration=[tokens()])
     first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "at once"))
     assert first == second

@@ -233,11 +233,8 @@ def _refuse_quantized(source: ModelSource) -> None:
     quantization = source.quantization
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        more = (
-            "; or, at a cost in quality, quantize it again with --requantize"
-            if method in READABLE
-            else ""
-        )
+        can_be_read = isinstance(method, str) and method in READABLE
+        more = "; or, at a cost in quality, quantize it again with --requantize" if can_be_read else ""
         raise SourceError(
             f"{source.name} is quantized already ({method or 'unnamed method'}, says its config.json); {_WAY_OUT}{more}"
         )
