@@ -44,6 +44,7 @@ OPTIONS = [
     (["--token-weights", "uniform"], {"token_weights": "uniform"}),
     (["--max-unquantized", "0.5"], {"max_unquantized": 0.5}),
     (["--refinement-rounds", "2"], {"refinement_rounds": 2}),
+    (["--requantize"], {"requantize": True}),
     (["--activation-memory", "8GB"], {"activation_memory": 8_000_000_000}),
     (["--activation-memory", "1.5 gib"], {"activation_memory": 1_610_612_736}),
     (["--shard-size", "500MB"], {"shard_bytes": 500_000_000}),

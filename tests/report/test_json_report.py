@@ -49,6 +49,7 @@ def plan_from(loaded):
             "returns_tuple": tuple(loaded["returns_tuple"]),
             "targets": tuple(map(target_from, loaded["targets"])),
             "untouched": tuple(with_tuple_shape(Untouched, tensor) for tensor in loaded["untouched"]),
+            "dropped": tuple(with_tuple_shape(Untouched, tensor) for tensor in loaded["dropped"]),
             "servers": tuple(ServerVerdict(**server) for server in loaded["servers"]),
         }
     )
@@ -56,6 +57,9 @@ def plan_from(loaded):
 
 def test_a_plan_survives_the_round_trip(plan):
     assert plan_from(json.loads(to_json(plan))) == plan
+    dropped = Untouched("model.layers.0.self_attn.k_scale", (1,), "F32", 4, "scale of activations")
+    dequantized = replace(plan, source_form="FP8 per tensor, dequantized", dropped=(dropped,))
+    assert plan_from(json.loads(to_json(dequantized))) == dequantized
 
 
 def test_a_run_report_survives_the_round_trip_to_the_last_bit(run_report):

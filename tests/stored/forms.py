@@ -154,7 +154,10 @@ def _group(strategy, **more):
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
         "ignore": ["lm_head"],
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": {"num_bits": 8}}},
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": {"num_bits": 8}},
+            "group_1": {"targets": ["LlamaAttention"], "weights": None, "input_activations": {"num_bits": 8}},
+        },
     }
 
 

@@ -9,6 +9,7 @@ import torch
 from benchmarks.loading import load_model
 from rich.console import Console
 from tests.stored.forms import E4M3, FLOAT8
+from tests.stored.killed import quantize_once_killed
 from tests.tiny import tokens
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -24,6 +25,9 @@ from hessquant.pipeline import make_plan
 from hessquant.records import TensorInfo
 from hessquant.report.terminal import render_inspection, render_plan
 from hessquant.results import SILENT
+
+# Values are compared for all of them, whole runs for some.
+RUN = pytest.mark.parametrize("case", ["block", "compressed-tensors, channel", "modelopt, older"], indirect=True)
 
 
 def is_projection(name):
@@ -124,17 +128,7 @@ def test_the_plan_says_what_the_source_is(case):
 def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(llama, tmp_path):
     source, _ = FLOAT8["block"].store(llama[0], is_projection).write(tmp_path, llama[1])
     config = hessquant.Config(group_size=32)
-
-    class Killer(type(SILENT)):
-        def layer(self, record):
-            if record.name.startswith("model.layers.1."):
-                raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        hessquant.quantize(str(source), tmp_path / "out", config, calibration=[tokens()], progress=Killer())
-    assert not (tmp_path / "out" / "config.json").exists()
-    report = hessquant.quantize(str(source), tmp_path / "out", config, calibration=[tokens()])
-    assert report.resumed_blocks == 1
+    quantize_once_killed(source, tmp_path / "out", config, calibration=[tokens()])
     hessquant.quantize(str(source), tmp_path / "at once", config, calibration=[tokens()])
     first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "at once"))
     assert first == second
@@ -155,11 +149,16 @@ def test_another_scale_is_another_run(llama, tmp_path):
     assert len(digests) == 3
 
 
-def test_it_is_evaluated_and_inspected(case):
-    form, stored, source, plain = case
+@RUN
+def test_it_is_run_as_its_dequantized_weights_are(case):
+    _, _, source, plain = case
     with torch.no_grad():
         first, second = (load_model(resolve(str(path)))(input_ids=tokens(2)).logits for path in (source, plain))
     assert torch.equal(first, second)
+
+
+def test_it_is_inspected(case):
+    form, stored, source, _ = case
     inspection = hessquant.inspect(source)
     assert (inspection.format, inspection.faults, inspection.unchecked) == (form.title, (), "")
     assert len(inspection.weights) == 14
@@ -216,6 +215,7 @@ def test_parts_in_memory_are_in_the_plan(llama, tmp_path):
         assert weights_of(reader).form.values_bytes == 4 * codes
 
 
+@RUN
 def test_it_is_quantized_as_its_dequantized_weights_are(case, tmp_path):
     _, _, source, plain = case
     config = hessquant.Config(group_size=32)

@@ -6,6 +6,7 @@ import torch
 from benchmarks.loading import decoded_state, load_model
 from safetensors.torch import load_file
 from tests.stored.forms import Stored
+from tests.stored.killed import quantize_once_killed
 from tests.tiny import tokens
 
 import hessquant
@@ -83,6 +84,9 @@ def logits(model):
         return load_model(resolve(str(model)))(input_ids=tokens(2)).logits
 
 
+SAID = {"awq": "asymmetric", "gptq": "asymmetric", "pack-quantized": "symmetric"}
+
+
 def store(pack, described, tensors):
     draw, stored, values = torch.Generator().manual_seed(0), {}, {}
     for name, tensor in tensors.items():
@@ -119,9 +123,9 @@ def test_without_leave_it_is_refused_and_the_option_named(case):
 def test_it_is_quantized_as_its_decoded_weights_are(case, tmp_path):
     kind, _, source, plain = case
     config = hessquant.Config(group_size=16, requantize=True)
-    for path in (source, plain):
-        report = hessquant.quantize(str(path), tmp_path / path.name, config, calibration=[tokens()])
-        assert report.plan.source_form.partition(" ")[0] == (kind if path is source else "")
+    report = quantize_once_killed(source, tmp_path / "stored", config, calibration=[tokens()])
+    assert report.plan.source_form == f"{kind} ({SAID[kind]} 4-bit, group size 32), dequantized"
+    hessquant.quantize(str(plain), tmp_path / "plain", config, calibration=[tokens()])
     ours, theirs = (load_file(tmp_path / path.name / "model.safetensors") for path in (source, plain))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)

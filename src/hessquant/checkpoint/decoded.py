@@ -1,17 +1,16 @@
 """A quantized checkpoint, seen as that of its model in 16 bit; a tensor is read and decoded when it is asked for."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from math import prod
 
 from torch import Tensor
 
-from hessquant.checkpoint.dequantized import at_once, copied_dtype, dropped_scale
-from hessquant.checkpoint.header import DTYPES, size_of
+from hessquant.checkpoint.dequantized import DequantizedView, at_once, copied_dtype, dropped_scale
+from hessquant.checkpoint.header import size_of
 from hessquant.checkpoint.stacks import Stack, restacked
 from hessquant.checkpoint.unpacked import UnpackedCheckpoint, in_no_file
 from hessquant.errors import CheckpointError, SourceError
-from hessquant.formats.stored import is_of_activations
 from hessquant.models.products import ProbedProduct
 from hessquant.records import SourceForm, TensorInfo
 
@@ -19,25 +18,21 @@ _WORKING = 6
 """Bytes per value while it is decoded: code, zero and scale."""
 
 
-class DecodedCheckpoint:
-    """The tensors of a quantized checkpoint as its model stores them (`WeightSource`).
+class DecodedCheckpoint(DequantizedView):
+    """The tensors of a quantized checkpoint as its model stores them.
 
     Quantized weights are turned where the model has them [inputs, outputs], and put together where it has several in
     one tensor.
 
-    Attributes:
-        directory: Where it lies.
-        stored: The checkpoint as it is stored.
-        config: Its `config.json`, without what it says of quantization.
-        tensors: Every tensor by name; what is decoded, in the dtype that the config names.
-        form: How it is stored.
-
     Args:
         checkpoint: The checkpoint.
         products: Those of the model's forward pass.
+        left: Tensors that are not shown, since they are scales of activations.
     """
 
-    def __init__(self, checkpoint: UnpackedCheckpoint, products: Iterable[ProbedProduct]) -> None:
+    def __init__(
+        self, checkpoint: UnpackedCheckpoint, products: Iterable[ProbedProduct], left: Collection[str] = ()
+    ) -> None:
         products = tuple(products)
         self.directory, self.stored, self.config = checkpoint.directory, checkpoint.stored, checkpoint.config
         self._checkpoint = checkpoint
@@ -46,13 +41,13 @@ class DecodedCheckpoint:
         apart = {
             name: replace(info, shape=info.shape[::-1]) if name in self._turned else info
             for name, info in checkpoint.tensors.items()
-            if not is_of_activations(name)
+            if name not in left
         }
-        dropped = tuple(dropped_scale(info) for name, info in checkpoint.tensors.items() if name not in apart)
+        dropped = tuple(dropped_scale(checkpoint.tensors[name]) for name in left)
         seen = restacked(apart, products, self._note)
         self._decoded = frozenset(self._stacks) | (checkpoint.packed.keys() & seen.keys())
         dtype = copied_dtype(self.config)
-        self.tensors: Mapping[str, TensorInfo] = {
+        self.tensors = {
             name: replace(info, dtype=dtype, bytes=size_of(dtype, info.shape)) if name in self._decoded else info
             for name, info in seen.items()
         }
@@ -65,11 +60,6 @@ class DecodedCheckpoint:
         stack = self._stacks.get(name)
         members = [name] if stack is None else stack.members
         return tuple(part for member in members for part in self._checkpoint.parts(member))
-
-    def read(self, name: str) -> Tensor:
-        """One tensor in the dtype that `tensors` says (`decode`)."""
-        tensor = self.decode(name)
-        return tensor.to(DTYPES[self.tensors[name].dtype]) if name in self._decoded else tensor
 
     def decode(self, name: str) -> Tensor:
         """One tensor: what is quantized decoded to float32, everything else as stored.
@@ -99,10 +89,6 @@ class DecodedCheckpoint:
         except CheckpointError as error:
             file = self.stored.tensors[self.parts(name)[0]].file
             raise SourceError(f"{file}: {error}; fetch the file again") from error
-
-    def warm(self, names: Iterable[str], stopped: Callable[[], bool]) -> None:
-        """Read what makes these tensors and keep nothing (`CheckpointReader.warm`)."""
-        self.stored.warm((part for name in names for part in self.parts(name)), stopped)
 
     def _size(self, name: str) -> tuple[str, int, int]:
         """A name, bytes that are there while it is decoded, and values that come of it."""

@@ -1,8 +1,10 @@
 """A checkpoint in FP8 or MXFP4, seen as that of its model in 16 bit; a tensor is dequantized when it is read."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import cycle
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -24,8 +26,8 @@ _ITEM = 4
 """Bytes of a dequantized value."""
 
 
-class DequantizedCheckpoint:
-    """The tensors of a checkpoint, with each quantized weight in place of its parts (`WeightSource`).
+class DequantizedView(ABC):
+    """A checkpoint seen as that of its model in 16 bit (`WeightSource`).
 
     Attributes:
         directory: Where it lies.
@@ -34,6 +36,38 @@ class DequantizedCheckpoint:
         tensors: Every tensor by name; what is dequantized, in the dtype that the config names (BF16 where it names
             none), which is what it is written in where it is not quantized anew.
         form: How it is stored.
+    """
+
+    directory: Path
+    stored: CheckpointReader
+    config: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+    form: SourceForm
+
+    @abstractmethod
+    def parts(self, name: str) -> tuple[str, ...]:
+        """Names of the stored tensors that make one."""
+
+    @abstractmethod
+    def decode(self, name: str) -> Tensor:
+        """Read one tensor: float32 where it is dequantized, and else as stored."""
+
+    @abstractmethod
+    def chunks(self, name: str, most_bytes: int) -> Iterator[Tensor]:
+        """The same in pieces along its first dimension, each of `most_bytes` or of what cannot be parted."""
+
+    def read(self, name: str) -> Tensor:
+        """Read one tensor in the dtype that `tensors` says (`decode`)."""
+        tensor = self.decode(name)
+        return tensor.to(DTYPES[self.tensors[name].dtype]) if name in self.form.dequantized else tensor
+
+    def warm(self, names: Iterable[str], stopped: Callable[[], bool]) -> None:
+        """Read what makes these tensors and keep nothing (`CheckpointReader.warm`)."""
+        self.stored.warm((part for name in names for part in self.parts(name)), stopped)
+
+
+class DequantizedCheckpoint(DequantizedView):
+    """The tensors of a checkpoint, with each quantized weight in place of its parts.
 
     Args:
         reader: The checkpoint.
@@ -45,7 +79,7 @@ class DequantizedCheckpoint:
 
     def __init__(self, reader: CheckpointReader, form: Form) -> None:
         self.directory, self.stored = reader.directory, reader
-        self.config: Mapping[str, Any] = unquantized(reader.config)
+        self.config = unquantized(reader.config)
         self._weights = {weight.name: weight for weight in form.weights(reader.tensors)}
         if not self._weights:
             raise SourceError(
@@ -64,7 +98,7 @@ class DequantizedCheckpoint:
                 tensors[weight.name] = TensorInfo(weight.name, weight.shape, dtype, size, info.file)
             elif weight is None and name not in hidden:
                 tensors[name] = info
-        self.tensors: Mapping[str, TensorInfo] = tensors
+        self.tensors = tensors
         self.form = SourceForm(
             f"{form.title}, dequantized",
             frozenset(self._weights),
@@ -76,15 +110,6 @@ class DequantizedCheckpoint:
         """Names of the stored tensors that make one."""
         weight = self._weights.get(name)
         return (name,) if weight is None else tuple(part.info.name for part in weight.parts)
-
-    def read(self, name: str) -> Tensor:
-        """Read one tensor in the dtype that `tensors` says.
-
-        Raises:
-            SourceError: As `decode`.
-        """
-        tensor = self.decode(name)
-        return tensor.to(DTYPES[self.tensors[name].dtype]) if name in self._weights else tensor
 
     def decode(self, name: str) -> Tensor:
         """Read one tensor: float32 where it is dequantized, and else as stored.
@@ -120,10 +145,6 @@ class DequantizedCheckpoint:
         # The codes, which come first, are in pieces always, and end the others.
         for pieces in zip(*streams, strict=False):
             yield _decoded(weight, pieces)
-
-    def warm(self, names: Iterable[str], stopped: Callable[[], bool]) -> None:
-        """Read what makes these tensors and keep nothing (`CheckpointReader.warm`)."""
-        self.stored.warm((part for name in names for part in self.parts(name)), stopped)
 
 
 def _decoded(weight: StoredWeight, parts: Iterable[Tensor]) -> Tensor:

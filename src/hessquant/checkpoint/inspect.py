@@ -15,7 +15,7 @@ from hessquant.checkpoint.opening import stated_form
 from hessquant.checkpoint.reader import CONFIG_FILE, CheckpointReader, WeightSource
 from hessquant.checkpoint.unpacked import in_no_file, packed_weight, parts_in, quantization_of, read_parts
 from hessquant.errors import CheckpointError, HessquantError, SourceError
-from hessquant.formats import DIALECTS, dialect_of
+from hessquant.formats import DIALECTS, READABLE, dialect_of
 from hessquant.formats.described import Settings
 from hessquant.formats.dialect import Dialect
 from hessquant.formats.gguf_blocks import BLOCK, BLOCK_TYPES
@@ -40,7 +40,7 @@ def inspect_checkpoint(directory: Path, *, trust_remote_code: bool = False) -> I
         if form is not None:
             return _inspect_form(reader, form, trust_remote_code=trust_remote_code)
         described, tensors = quantization_of(reader.config), reader.tensors
-        dialect = dialect_of(described) if described is not None else _unstated_dialect(tensors)
+        dialect = dialect_of(described, READABLE) if described is not None else _unstated_dialect(tensors)
         settings = dialect.read_settings(described) if described is not None else None
         modules = dialect.modules(tensors)
         faults = [*reader.faults, *_inventory_faults(tensors, modules, dialect, settings)]

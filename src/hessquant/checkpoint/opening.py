@@ -12,7 +12,7 @@ from hessquant.checkpoint.reader import CheckpointReader, WeightSource
 from hessquant.checkpoint.unpacked import UnpackedCheckpoint, quantization_of, refuse_leftovers
 from hessquant.errors import CheckpointError, SourceError
 from hessquant.formats import float8, mxfp4
-from hessquant.formats.stored import Form
+from hessquant.formats.stored import Form, is_of_activations
 from hessquant.models.probe import probe
 from hessquant.models.source import ModelSource
 
@@ -72,7 +72,10 @@ def requantized(
     except CheckpointError as error:
         raise SourceError(f"{reader.directory}: {error}; fetch it again") from error
     refuse_leftovers(unpacked)
-    return DecodedCheckpoint(unpacked, probe(source, unpacked.tensors, inputs=inputs).products)
+    seen = probe(source, unpacked.tensors, inputs=inputs)
+    known = seen.buffers | {name for name in unpacked.tensors if seen.parameter_of(name) is not None}
+    left = [name for name in unpacked.tensors if is_of_activations(name) and name not in known]
+    return DecodedCheckpoint(unpacked, seen.products, left)
 
 
 def _description(reader: CheckpointReader) -> Mapping[str, Any] | None:

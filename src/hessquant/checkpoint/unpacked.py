@@ -10,7 +10,7 @@ from torch import Tensor
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError, SourceError
-from hessquant.formats import DIALECTS, dialect_of
+from hessquant.formats import DIALECTS, READABLE, dialect_of
 from hessquant.formats.dialect import Dialect, PackedWeight
 from hessquant.formats.names import module_of
 from hessquant.formats.stored import fault_of, refuse_both, scale_fault
@@ -76,7 +76,7 @@ class UnpackedCheckpoint(Mapping[str, QuantizedWeight]):
             raise SourceError(f"{reader.directory}: nothing in it is quantized; config.json has no quantization_config")
         self.directory = reader.directory
         self.config: Mapping[str, Any] = unquantized(reader.config)
-        self.stored, self._dialect = reader, dialect_of(described)
+        self.stored, self._dialect = reader, dialect_of(described, READABLE)
         self.settings = self._dialect.read_settings(described)
         modules = self._dialect.modules(reader.tensors)
         if not modules:

@@ -13,20 +13,23 @@ from hessquant.formats.gptq import Gptq
 DIALECTS: Mapping[str, Dialect] = {"gptq": Gptq(), "compressed-tensors": CompressedTensors()}
 """By names that are those of `quant_method` as well."""
 
-READ_ONLY: Mapping[str, Dialect] = {"awq": Awq()}
-"""Dialects that are read as a source and not written."""
+READABLE: Mapping[str, Dialect] = {**DIALECTS, "awq": Awq()}
+"""All that a source may be in; AWQ is not written."""
 
 OUTPUTS: Mapping[str, Output] = {**DIALECTS, "gguf": gguf_blocks}
 
 
-def dialect_of(described: Mapping[str, Any]) -> Dialect:
+def dialect_of(described: Mapping[str, Any], known: Mapping[str, Dialect] = DIALECTS) -> Dialect:
     """The dialect that a `quantization_config` is in.
 
+    Args:
+        described: The config.
+        known: Those that it may be in, by `quant_method`.
+
     Raises:
-        SourceError: If it is none of ours.
+        SourceError: If it is none of them.
     """
     method = described.get("quant_method")
-    known = {**DIALECTS, **READ_ONLY}
     for name, dialect in known.items():
         if name == method:
             return dialect

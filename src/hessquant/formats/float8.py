@@ -44,14 +44,13 @@ def read_form(described: Mapping[str, Any]) -> Form | None:
             size, scale_fmt = described.get("weight_block_size"), described.get("scale_fmt")
             if scale_fmt not in (None, "float", "ue8m0"):
                 raise SourceError(f"quantization_config: scale_fmt is {scale_fmt!r}; known are float and ue8m0")
-            # Without blocks, one scale per weight; some writers have one per output.
-            blocks = {_TENSOR, _CHANNEL} if size is None else {_block(size, "weight_block_size")}
-            return _form(blocks, title=_TITLES[_TENSOR] if size is None else "", byte_scales=scale_fmt == "ue8m0")
+            block = _TENSOR if size is None else _block(size, "weight_block_size")
+            return _form({block}, byte_scales=scale_fmt == "ue8m0")
         case "fbgemm_fp8":
             return _form({_CHANNEL})
         case "modelopt":
             algorithm = described.get("quant_algo")
-            if algorithm not in _MODELOPT:
+            if not isinstance(algorithm, str) or algorithm not in _MODELOPT:
                 known = ", ".join(_MODELOPT)
                 raise SourceError(f"quantization_config: quant_algo is {algorithm!r}; of ModelOpt's, {known} are known")
             return _form({_MODELOPT[algorithm]})
@@ -66,7 +65,9 @@ def _compressed(described: Mapping[str, Any]) -> Form | None:
     blocks: set[Block] = set()
     others = []
     for key, group in groups.items() if isinstance(groups, dict) else ():
-        weights = group.get("weights") if isinstance(group, dict) else None
+        weights = group.get("weights") if isinstance(group, dict) else group
+        if isinstance(group, dict) and weights is None:
+            continue  # it is about activations alone
         if not isinstance(weights, dict) or (weights.get("type"), weights.get("num_bits")) != ("float", 8):
             others.append(key)
             continue
@@ -93,10 +94,10 @@ def _block(size: Any, where: str) -> Block:
     raise SourceError(f"quantization_config: {where} is {size!r}; it must be two positive numbers")
 
 
-def _form(blocks: set[Block], title: str = "", *, byte_scales: bool = False) -> Form:
+def _form(blocks: set[Block], *, byte_scales: bool = False) -> Form:
     named = (_TITLES.get(block, f"block FP8 {block[0]}x{block[1]}") for block in sorted(blocks))
     dtypes = (*_SCALES, "U8") if byte_scales else _SCALES
-    return Form(title or " and ".join(named), partial(_weights, blocks=frozenset(blocks), dtypes=dtypes))
+    return Form(" and ".join(named), partial(_weights, blocks=frozenset(blocks), dtypes=dtypes))
 
 
 def _weights(tensors: Tensors, blocks: frozenset[Block], dtypes: tuple[str, ...]) -> Iterator[StoredWeight]:

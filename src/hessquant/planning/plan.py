@@ -9,7 +9,7 @@ from torch import Tensor
 from hessquant import memory
 from hessquant.config import Config
 from hessquant.errors import PlanError, SourceError
-from hessquant.formats import DIALECTS, OUTPUTS, READ_ONLY
+from hessquant.formats import DIALECTS, OUTPUTS, READABLE
 from hessquant.formats.described import description_of
 from hessquant.formats.dialect import PackedWeight
 from hessquant.models.context import context_of, window_length
@@ -235,11 +235,8 @@ def _refuse_quantized(source: ModelSource) -> None:
     quantization = source.quantization
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        more = (
-            "; or, at a cost in quality, quantize it again with --requantize"
-            if method in (*DIALECTS, *READ_ONLY)
-            else ""
-        )
+        can_be_read = isinstance(method, str) and method in READABLE
+        more = "; or, at a cost in quality, quantize it again with --requantize" if can_be_read else ""
         raise SourceError(
             f"{source.name} is quantized already ({method or 'unnamed method'}, says its config.json); {_WAY_OUT}{more}"
         )
