@@ -35,7 +35,8 @@ def ask(checkpoint: str, passage: Passage, *options: str) -> list[float]:
     )
     # It says so in a table of warnings only, and goes on with random numbers.
     if outcome["missing_keys"]:
-        raise RuntimeError(f"transformers opened the checkpoint with random numbers for {outcome['missing_keys']}")
+        missing = ", ".join(map(repr, sorted(outcome["missing_keys"])))
+        raise RuntimeError(f"transformers opened the checkpoint with random numbers for {{{missing}}}")
     if not given.dequantize and not any(hasattr(module, part) for module in model.modules() for part in PACKED):
         raise RuntimeError("transformers opened the checkpoint without a quantized layer in it")
     with torch.inference_mode():

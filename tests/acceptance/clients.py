@@ -89,7 +89,7 @@ CLIENTS = {
     ),
     "vllm-pooling": Client("vLLM, pooling", "client_vllm_pooling.py", "vllm", _VLLM),
     "transformers-encoder": Client(
-        "transformers, optimum",
+        "transformers, optimum, encoder",
         "client_transformers.py",
         "gptqmodel",
         UNCOMPILED,
@@ -97,7 +97,7 @@ CLIENTS = {
         ("--embed", "--dtype", "bfloat16", "--uses", "optimum", "gptqmodel"),
     ),
     "transformers-ct-encoder": Client(
-        "transformers",
+        "transformers, encoder",
         "client_transformers.py",
         "transformers-ct",
         options=("--embed", "--uses", "compressed-tensors"),
