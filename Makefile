@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PYTHON ?= python3
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check mutation bench gpu coverage acceptance clean
+.PHONY: demo test check mutation bench gpu coverage acceptance acceptance-of clean
 
 # A bare `torch` from PyPI brings gigabytes of CUDA; this one is the CPU build where an index offers it.
 $(STAMP): pyproject.toml
@@ -55,6 +55,11 @@ coverage: $(STAMP)
 # `make acceptance AGAIN=--again` after a change. The tables of docs/servers.md are written anew.
 acceptance: $(STAMP)
 	$(BIN)/python tests/acceptance/run.py --docs $(AGAIN)
+
+# The same cases with another version of a client: `make acceptance-of CLIENT=vllm==0.33.0`; more than one distribution in
+# quotes, and `CASES="'gptq-*'"` for some cases. What changed against the recorded results is printed.
+acceptance-of: $(STAMP)
+	$(BIN)/python tests/acceptance/versions.py $(CLIENT) $(if $(CASES),--cases $(CASES))
 
 clean:
 	rm -rf $(VENV) .venvs out

@@ -7,8 +7,8 @@ import os
 import subprocess
 import sys
 import venv
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -94,6 +94,22 @@ ENVIRONMENTS = {
         variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"},
     ),
 }
+
+
+def with_versions(environment: Environment, versions: Mapping[str, str]) -> Environment:
+    """An environment with other versions of some of the distributions that it pins.
+
+    Raises:
+        ValueError: If it does not pin one of them.
+    """
+    for name in versions:
+        if name not in environment.pins:
+            raise ValueError(f"{name} is not pinned there; pinned are {', '.join(environment.pins)}")
+    pinned = {
+        f"{name}=={version}": f"{name}=={versions.get(name, version)}" for name, version in environment.pins.items()
+    }
+    steps = tuple(tuple(pinned.get(argument, argument) for argument in step) for step in environment.steps)
+    return replace(environment, pins=environment.pins | versions, steps=steps)
 
 
 def interpreter(name: str) -> Path:

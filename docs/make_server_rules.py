@@ -27,6 +27,9 @@ Made by `docs/make_server_rules.py` of the table in `src/hessquant/planning/serv
   `LlamaForCausalLM`); of any other, the plan says "shapes fit; this architecture was not run". *documented* = read in
   the document or source file that is named.
 - Experts of one layer are one to vLLM and SGLang: all of their matrices must be alike.
+- **layers to draft from**: those that predict several tokens at once (`mtp.*`, or layers behind the model's last). A
+  model class of transformers leaves them out, so they stay in 16 bit, and the config lists each as ignored. Whether a
+  server then builds them so counts only where it drafts; without drafting every server skips them.
 """
 
 _NAMES = """## Names
@@ -108,6 +111,17 @@ def _remarks(rule: Rule) -> str:
     if rule.head is not None:
         verdict = "takes a quantized head" if rule.head.opens == "yes" else f"no quantized head: {rule.head.why}"
         said.append(f"{verdict} ({rule.head.evidence.source})")
+    said += _of_modules(rule)
+    sources = dict.fromkeys(
+        [rule.evidence.source, *(part.evidence.source for part in rule.mixed.values() if part.opens == "yes")]
+    )
+    said.append(f"source: {'; '.join(sources)}")
+    return f"- {rule.client.server}: {'. '.join(_sentence(part) for part in said if part)}."
+
+
+def _of_modules(rule: Rule) -> list[str]:
+    """What it makes of experts, of layers to draft from, and of modules that it never builds quantized."""
+    said = []
     if rule.experts is not None:
         said.append(f"experts: {rule.experts.why or 'taken'} ({rule.experts.evidence.source})")
     if rule.experts_whole:
@@ -118,13 +132,14 @@ def _remarks(rule: Rule) -> str:
         said.append("takes all experts for quantized as most weights are, whatever the config says")
     if rule.stacked_experts:
         said.append(f"reads experts of {', '.join(rule.stacked_experts)} in one tensor only")
+    for entry in rule.drafts:
+        how = "as the config says" if entry.follows else "quantized, whatever the config says"
+        said.append(f"layers to draft from, of {', '.join(entry.classes) or 'all others'}: {how} ({entry.source})")
+    if rule.only:
+        said.append(f"reads this format of {', '.join(rule.only)} only")
     if rule.unquantized:
         said.append(f"builds without quantization: {', '.join(f'`{module.pattern}`' for module in rule.unquantized)}")
-    sources = dict.fromkeys(
-        [rule.evidence.source, *(part.evidence.source for part in rule.mixed.values() if part.opens == "yes")]
-    )
-    said.append(f"source: {'; '.join(sources)}")
-    return f"- {rule.client.server}: {'. '.join(_sentence(part) for part in said if part)}."
+    return said
 
 
 def _groups(rule: Rule) -> str:

@@ -12,6 +12,7 @@ FUSED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
+    "qkv_proj of BERT": ("query", "key", "value"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
 
@@ -39,7 +40,11 @@ def vllm_gptq(config, module, known):
         return None
     # The settings are looked up by the name of what it is fused into.
     fused = next(
-        (name for name, parts in FUSED.items() if leaf in parts and all(f"{owner}.{part}" in known for part in parts)),
+        (
+            name.partition(" ")[0]
+            for name, parts in FUSED.items()
+            if leaf in parts and all(f"{owner}.{part}" in known for part in parts)
+        ),
         leaf,
     )
     looked_up = f"{owner}.{fused}" if owner else fused
@@ -77,6 +82,11 @@ def vllm_names(module, in_parts):
     text = [("model.language_model.", "language_model.model."), ("backbone.", "model.")]
     heads = [("lm_head", "language_model.lm_head")] if in_parts else []
     towers = [(f"model.{part}", part) for part in ("visual", "vision_tower", "multi_modal_projector", "vision_model")]
-    return [module] + [
+    return [module, *map(vllm_encoder_name, [module] * module.startswith("encoder.layer."))] + [
         new + module.removeprefix(old) for old, new in (*text, *heads, *towers) if module.startswith(old)
     ]
+
+
+def vllm_encoder_name(module):
+    """BERT's and RoBERTa's in an embedding model: models/bert.py puts them into a module, and names one wrongly."""
+    return "model." + module.replace(".attention.self.", ".attention.output.")

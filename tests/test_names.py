@@ -20,3 +20,10 @@ def test_every_client_reads_every_module_for_what_it_is(name, output_format, tmp
     model, is_renamed = save(name, tmp_path / "model")
     assert is_renamed
     assert faults(model, output_format, tmp_path) == []
+
+
+@pytest.mark.parametrize("output_format", FORMATS)
+def test_servers_that_put_an_encoder_into_a_module_of_theirs_read_it_for_what_it_is(output_format, tmp_path):
+    model, is_renamed = save("BertModel", tmp_path / "model")
+    assert not is_renamed
+    assert faults(model, output_format, tmp_path) == []

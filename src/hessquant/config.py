@@ -22,7 +22,7 @@ CaptureMethod = Literal["auto", "once", "passes"]
 Experts = Literal["routed", "all"]
 TokenWeights = Literal["attention", "uniform"]
 ForwardDtype = Literal["auto", "float32", "source"]
-Client = Literal["vllm", "vllm-cpu", "vllm-gpu", "transformers", "sglang", "llama.cpp"]
+Client = Literal["vllm", "vllm-cpu", "vllm-gpu", "transformers", "sglang", "tensorrt-llm", "mlx-lm", "llama.cpp"]
 
 CLIENTS: tuple[Client, ...] = get_args(Client)
 """What `Config.serve` may name; a client without its device means the client on each of them."""

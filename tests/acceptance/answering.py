@@ -3,7 +3,7 @@
 A script is called `python SCRIPT [OPTION]...` and takes a job per line of standard input: a JSON object with the paths
 "checkpoint", "passage", "result" and "log". When it is done with one it prints the exit status of the process that it
 made for it. The result holds the client's version and either the log-probability of every token of the passage but the
-first, or the error that the client met.
+first, or of an encoder the numbers of the embedding of every text, or the error that the client met.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ def answer(ask: Callable[..., list[float]], stated_version: str, preload: Iterab
     """Answer every job on standard input, each in a process of its own.
 
     Args:
-        ask: Called with the checkpoint, the passage and the options; gives the log-probabilities. It imports the client
+        ask: Called with the checkpoint, the passage and the options; gives the numbers. It imports the client
             itself, so that an import that fails is an answer too.
         stated_version: Names and versions of what opens the checkpoint.
         preload: Modules to import before the processes part: for some clients that is most of the work.
@@ -64,8 +64,8 @@ def answer(ask: Callable[..., list[float]], stated_version: str, preload: Iterab
 
 def _found(ask: Callable[..., list[float]], checkpoint: str, passage: str, stated_version: str) -> dict:
     try:
-        logprobs = ask(checkpoint, Passage(**json.loads(Path(passage).read_text())), *sys.argv[1:])
-        return {"version": stated_version, "logprobs": logprobs}
+        values = ask(checkpoint, Passage(**json.loads(Path(passage).read_text())), *sys.argv[1:])
+        return {"version": stated_version, "values": values}
     except Exception as error:
         traceback.print_exc()
         return {"version": stated_version, "error": _in_words(error).replace(checkpoint, "DIR")}

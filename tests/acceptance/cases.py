@@ -9,6 +9,10 @@ CLIENTS_OF = {
     "compressed-tensors": ("vllm", "transformers-ct", "transformers-ct-dequantize"),
     "gguf": ("llamacpp",),
 }
+ENCODER_CLIENTS_OF = {
+    "gptq": ("vllm-pooling", "transformers-encoder"),
+    "compressed-tensors": ("vllm-pooling", "transformers-ct-encoder"),
+}
 
 
 @dataclass(frozen=True)
@@ -75,12 +79,24 @@ class Case:
         return "lm_head" in self.options
 
     @property
+    def encodes(self) -> bool:
+        """Whether it gives embeddings, and not the next token."""
+        return self.source == "minilm"
+
+    @property
+    def is_mixture(self) -> bool:
+        """Whether it is a mixture of experts."""
+        return self.source in _MIXTURES.values()
+
+    @property
     def clients(self) -> tuple[str, ...]:
         """Clients that it is opened in."""
         if self.maker == "gptqmodel":
             return ("gptqmodel", "transformers")
         if self.maker == "llmcompressor":
             return ("transformers-ct-dequantize",) if not self.symmetric else ("transformers-ct",)
+        if self.encodes:
+            return ENCODER_CLIENTS_OF[self.format]
         servers = ("vllm-server",) if self.source == "full" and self.format != "gguf" else ()
         # The kernel that it chooses on a CPU does not take these.
         kernel = ("transformers-torch",) if self.format == "gptq" and self.group not in (32, 64, 128) else ()
@@ -98,6 +114,8 @@ class Case:
         return replace(self, format="gptq") if self.format == "gguf" else self
 
 
+_MIXTURES = {"Qwen3-MoE": "qwen3-moe", "OLMoE": "olmoe", "Mixtral": "mixtral"}
+_FIRST_IN_16_BIT = ("--exclude", "model.layers.0.*", "--max-unquantized", "1")
 _DOWN_8 = ("--override", "mlp.down_proj=bits:8,group:64")
 _FIRST_32 = ("--override", "model.layers.0.*=group:32")
 _ONLY_DOWN = ("--exclude", "self_attn.*", "--exclude", "mlp.gate_proj", "--exclude", "mlp.up_proj")
@@ -123,6 +141,18 @@ def _shards(output_format: str) -> Case:
     return Case(output_format, feature="in shards", options=("--shard-size", "20MB"))
 
 
+def _mixtures(output_format: str) -> list[Case]:
+    """Mixtures of experts, and one where servers have to read what is left out."""
+    whole = [Case(output_format, source=source, feature=title) for title, source in _MIXTURES.items()]
+    return [*whole, replace(whole[0], feature="Qwen3-MoE, one block in 16 bit", options=_FIRST_IN_16_BIT)]
+
+
+def _encoders(output_format: str) -> list[Case]:
+    plain = Case(output_format, source="minilm", feature="all-MiniLM-L6-v2")
+    one_block = ("--exclude", "encoder.layer.1.*")
+    return [plain, replace(plain, feature="all-MiniLM-L6-v2, one block in 16 bit", options=one_block)]
+
+
 _GPTQ = [
     Case("gptq", source="full"),
     Case("gptq"),
@@ -133,6 +163,8 @@ _GPTQ = [
     *_features("gptq"),
     _shards("gptq"),
     Case("gptq", exported_from="compressed-tensors"),
+    *_mixtures("gptq"),
+    *_encoders("gptq"),
 ]
 _COMPRESSED_TENSORS = [
     Case("compressed-tensors", symmetric=False, source="full"),
@@ -145,6 +177,10 @@ _COMPRESSED_TENSORS = [
     _shards("compressed-tensors"),
     Case("compressed-tensors", exported_from="gptq"),
     Case("compressed-tensors", symmetric=False, exported_from="gptq"),
+    *_mixtures("compressed-tensors"),
+    replace(_mixtures("compressed-tensors")[0], symmetric=False),
+    *_encoders("compressed-tensors"),
+    replace(_encoders("compressed-tensors")[0], symmetric=False),
 ]
 _GGUF = [
     Case("gguf", source="full"),
@@ -190,6 +226,20 @@ class Refusal:
 _GPTQMODEL_GROUPS = (-1, 16, 32, 64, 128, 256, 512, 1024)
 
 REFUSALS = (
+    # Its kernel for them is for CPUs with AMX; with one it should agree.
+    *(Refusal("vllm", each, lambda case: case.is_mixture, "No WNA16 MoE backend supports") for each in CLIENTS_OF),
+    Refusal("transformers", "gptq", lambda case: case.is_mixture, "random numbers for .*experts"),
+    # It looks for the names of transformers' model, and servers for those of published checkpoints.
+    Refusal("gptqmodel", "gptq", lambda case: case.source == "mixtral", "Missing required quantized weights"),
+    *(
+        Refusal(
+            client,
+            "compressed-tensors",
+            lambda case: case.is_mixture and (not case.symmetric or bool(case.options)),
+            "automatic conversion of the weights",
+        )
+        for client in ("transformers-ct", "transformers-ct-dequantize")
+    ),
     Refusal("vllm", "gptq", lambda case: case.bits in (2, 3), "Unsupported quantization config"),
     Refusal("vllm", "gptq", lambda case: not case.symmetric or case.mixed_symmetry, "Unsupported quantization config"),
     Refusal("vllm", "gptq", lambda case: case.bits == 8 or case.mixed_bits, "uint8b128"),
@@ -220,7 +270,8 @@ REFUSALS = (
 def expected_refusal(case: Case, client: str) -> str | None:
     """What the message of a known refusal holds; None where the client has to open the checkpoint."""
     for refusal in REFUSALS:
-        named = client == refusal.clients or (refusal.clients == "vllm" and client == "vllm-server")
+        named = client.removesuffix("-encoder") == refusal.clients
+        named |= refusal.clients == "vllm" and client in ("vllm-server", "vllm-pooling")
         if named and case.format == refusal.format and refusal.applies(case):
             return refusal.words
     return None

@@ -87,6 +87,21 @@ CLIENTS = {
         "transformers-ct",
         options=("--dequantize", "--uses", "compressed-tensors"),
     ),
+    "vllm-pooling": Client("vLLM, pooling", "client_vllm_pooling.py", "vllm", _VLLM),
+    "transformers-encoder": Client(
+        "transformers, optimum, encoder",
+        "client_transformers.py",
+        "gptqmodel",
+        UNCOMPILED,
+        "bfloat16",
+        ("--embed", "--dtype", "bfloat16", "--uses", "optimum", "gptqmodel"),
+    ),
+    "transformers-ct-encoder": Client(
+        "transformers, encoder",
+        "client_transformers.py",
+        "transformers-ct",
+        options=("--embed", "--uses", "compressed-tensors"),
+    ),
     "llamacpp": Client("llama.cpp", "client_llamacpp.py", "llamacpp", rounding="int8"),
 }
 
@@ -97,13 +112,14 @@ class Answer:
 
     Attributes:
         version: Names and versions.
-        logprobs: Log-probability of every token of the passage but the first; None = it failed.
+        values: Log-probability of every token of the passage but the first, or of an encoder the numbers of all texts'
+            embeddings; None = it failed.
         error: Why it failed.
         seconds: How long it took, from its start.
     """
 
     version: str
-    logprobs: list[float] | None
+    values: list[float] | None
     error: str
     seconds: float
 
@@ -119,7 +135,7 @@ def ask(name: str, checkpoint: Path, passage: Path, logs: Path) -> Answer:
     if not result.exists():
         return Answer(CLIENTS[name].environment, None, f"{status}; its last line: {last_line(log)}", seconds)
     found = json.loads(result.read_text())
-    return Answer(found["version"], found.get("logprobs"), found.get("error", ""), seconds)
+    return Answer(found["version"], found.get("values"), found.get("error", ""), seconds)
 
 
 class _Running:

@@ -44,7 +44,7 @@ TEXTS = (
 
 @dataclass(frozen=True)
 class Distance:
-    """How far log-probabilities are from the reference, in nats.
+    """How far log-probabilities, in nats, or the numbers of embeddings are from the reference.
 
     Attributes:
         mean: Mean of the absolute differences.
@@ -56,7 +56,7 @@ class Distance:
 
     @classmethod
     def between(cls, found: list[float], reference: list[float]) -> "Distance":
-        """Compare token by token."""
+        """Compare number by number."""
         differences = [a - b for a, b in zip(found, reference, strict=True)]
         return cls(statistics.fmean(map(abs, differences)), abs(statistics.fmean(differences)))
 
@@ -89,13 +89,20 @@ ROUNDINGS = {
 
 
 @torch.inference_mode()
-def measure(checkpoint: Path, ids: list[int]) -> dict:
+def measure(checkpoint: Path, texts: list[list[int]], *, embed: bool) -> dict:
     """The reference of a checkpoint, in terms of JSON.
 
+    Args:
+        checkpoint: Its directory.
+        texts: Token ids of each text.
+        embed: Whether it is an encoder, which gives an embedding of every text; any other predicts the tokens of the
+            first.
+
     Returns:
-        "logprobs": of ids[1:] by the decoded weights in float32; "rounding": the distance that each of `ROUNDINGS`
-        makes; "own": which of them is the checkpoint's.
+        "values": the embeddings, or log-probabilities of all tokens but the first, by the decoded weights in float32;
+        "rounding": the distance that each of `ROUNDINGS` makes; "own": which of them is the checkpoint's.
     """
+    computed = _embeddings if embed else _logprobs
     source = resolve(str(checkpoint))
     with CheckpointReader(source.directory) as reader:
         described = quantization_of(reader.config)
@@ -103,18 +110,26 @@ def measure(checkpoint: Path, ids: list[int]) -> dict:
         streamed, _ = stream_checkpoint(source, reader)
         streamed.load(list(streamed.model.state_dict()))
     model = streamed.model
-    exact = _logprobs(model, ids)
+    exact = computed(model, texts)
     rounding = {}
     for kind, apply in ROUNDINGS.items():
+        if kind == "int8" and not quantized <= dict(model.named_modules()).keys():
+            continue  # no GGUF has its experts, which are no modules of their own
         rounded = copy.deepcopy(model)
         apply(rounded, quantized)
-        rounding[kind] = asdict(Distance.between(_logprobs(rounded, ids), exact))
+        rounding[kind] = asdict(Distance.between(computed(rounded, texts), exact))
     # The coarser type stands in for whatever a server makes of a float32 checkpoint.
     own = "float16" if source.config.dtype == torch.float16 else "bfloat16"
-    return {"logprobs": exact, "rounding": rounding, "own": own}
+    return {"values": exact, "rounding": rounding, "own": own}
 
 
-def _logprobs(model: nn.Module, ids: list[int]) -> list[float]:
-    passage = torch.tensor([ids])
+def _embeddings(model: nn.Module, texts: list[list[int]]) -> list[float]:
+    """Mean over the tokens of the last layer, of length 1, one text after another."""
+    pooled = torch.stack([model(torch.tensor([ids])).last_hidden_state[0].float().mean(0) for ids in texts])
+    return nn.functional.normalize(pooled, dim=-1).flatten().tolist()
+
+
+def _logprobs(model: nn.Module, texts: list[list[int]]) -> list[float]:
+    passage = torch.tensor(texts[:1])
     logits = model(passage).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(1, passage[0, 1:, None])[:, 0].tolist()

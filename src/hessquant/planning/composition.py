@@ -17,6 +17,9 @@ Opens = Literal["yes", "no", "unknown"]
 _EXPERT = re.compile(r"(.*\bexperts)\.\d+\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
 """Names that loaders have for the matrices of experts (vLLM 0.32.0, fused_moe/routed_experts.py; SGLang likewise)."""
 
+_DRAFT = re.compile(r"(?:.*\.)?(?:mtp|mtp_layers|mtp_block|nextn)\..*\.weight")
+"""Names of the layers to draft from where these are no layers behind the model's last."""
+
 _NUMBERS = re.compile(r"\d+")
 _AFTER_FIRST_NUMBER = re.compile(r"(?<=\d)\D.*", re.DOTALL)
 
@@ -141,6 +144,21 @@ def _built_unquantized(rule: Rule, checkpoint: PlannedCheckpoint) -> Iterator[Fi
             name = weight_pattern(taken, checkpoint.blocks)
             reason = f"builds {name} without quantization, so it cannot load it quantized"
             yield Finding("no", reason, "documented")
+
+
+def draft_note(rule: Rule, checkpoint: PlannedCheckpoint) -> list[str]:
+    """What the client makes of layers to draft from, where some are left in 16 bit; empty if there are none."""
+    behind = tuple(
+        f"{stem}{len(checkpoint.blocks)}." for stem in {name.rstrip("0123456789") for name in checkpoint.blocks}
+    )
+    drafts = [name for name in sorted(checkpoint.left) if _DRAFT.fullmatch(name) or name.startswith(behind)]
+    found = [entry for entry in rule.drafts if checkpoint.architecture.startswith(entry.classes)]
+    found += [entry for entry in rule.drafts if not entry.classes]
+    if not drafts or not found:
+        return []
+    if found[0].follows:
+        return [f"drafts from {drafts[0]} and others in 16 bit, as the config says"]
+    return [f"but does not draft: takes {drafts[0]} and others for quantized, whatever the config says"]
 
 
 def _experts(rule: Rule, checkpoint: PlannedCheckpoint, experts: Sequence[Target]) -> Iterator[Finding]:

@@ -46,7 +46,7 @@ class Part:
     Such a kind has a quantized head, quantized experts, or a setting that differs from weight to weight.
     """
 
-    opens: Literal["yes", "no"]
+    opens: Literal["yes", "no", "unknown"]
     evidence: Evidence
     why: str = ""
 
@@ -64,6 +64,23 @@ class Unquantized:
     pattern: str
     source: str
     but: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """How a client builds layers that predict several tokens at once, from which it drafts.
+
+    A model class of transformers leaves them out, so they stay in 16 bit, and the config lists them as ignored.
+
+    Attributes:
+        follows: Whether it builds them in 16 bit because the config says so; otherwise it takes them for quantized.
+        source: Where that was read.
+        classes: Beginnings of the names of classes that this holds for; empty = all that no other entry names.
+    """
+
+    follows: bool
+    source: str
+    classes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -91,6 +108,8 @@ class Rule:
             in the source too.
         stacked_experts: Beginnings of classes whose experts it reads in no other form than all in one tensor.
         unquantized: Modules that it builds without quantization.
+        drafts: What it makes of layers to draft from that are left in 16 bit; nothing = not known.
+        only: Beginnings of the classes that it reads the format for; empty = all.
         dtypes: Activations that it computes with.
         note: Said where the checkpoint fits, or why it does not read the format.
         asymmetric_note: Said besides where a weight is asymmetric.
@@ -116,6 +135,8 @@ class Rule:
     experts_whole: bool = False
     stacked_experts: tuple[str, ...] = ()
     unquantized: tuple[Unquantized, ...] = ()
+    drafts: tuple[Drafts, ...] = ()
+    only: tuple[str, ...] = ()
     dtypes: str = ""
     note: str = ""
     asymmetric_note: str = ""

@@ -9,7 +9,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from hessquant.planning.rule import Client, Evidence, Part, Rule, Setting, Unquantized
+from hessquant.planning.partial_rules import PARTIAL_RULES
+from hessquant.planning.rule import Client, Evidence, Part, Rule, Setting
+from hessquant.planning.server_modules import (
+    SGLANG_DRAFTS,
+    SGLANG_UNQUANTIZED,
+    VLLM_DRAFTS,
+    VLLM_RENAMED_DRAFTS,
+    VLLM_UNQUANTIZED,
+)
 
 _VLLM_ON_CPU, _VLLM_ON_GPU = Client("vllm-cpu", "vLLM 0.32 (CPU)"), Client("vllm-gpu", "vLLM 0.32 (GPU)")
 _TRANSFORMERS, _SGLANG = Client("transformers", "transformers 5.24"), Client("sglang", "SGLang (GPU)")
@@ -17,10 +25,12 @@ _LLAMA_CPP = Client("llama.cpp", "llama.cpp")
 
 _read = partial(Evidence, "documented")
 _RUN = "run here in November 2026 on SmolLM2-135M"
-_LLAMA = ("LlamaForCausalLM",)
+_ENCODERS = "all-MiniLM-L6-v2 on 3 December 2026: docs/servers.md"
+_LLAMA, _BERT = ("LlamaForCausalLM",), ("BertModel",)
 _ACCEPTANCE = Evidence("measured", "run here on 30 November 2026: docs/servers.md", _LLAMA)
-_VLLM_RUN = Evidence("measured", f"{_RUN}: vllm-cpu 0.32.0", _LLAMA)
+_VLLM_RUN = Evidence("measured", f"{_RUN}: vllm-cpu 0.32.0; its pooling runner on {_ENCODERS}", (*_LLAMA, *_BERT))
 _EXPERTS_RUN = tuple(f"{name}ForCausalLM" for name in ("Mixtral", "Qwen3Moe", "DeepseekV3", "Olmoe", "Phimoe"))
+_MIXTURES_RUN = tuple(f"{name}ForCausalLM" for name in ("Qwen3Moe", "Olmoe", "Mixtral"))
 _VISION = "Llava LlavaNext LlavaOnevision Gemma3 InternVL Mistral3 PaliGemma Qwen2VL Qwen2_5_VL AyaVision"
 _OTHERS_RUN = (
     *(f"{name}ForConditionalGeneration" for name in _VISION.split()),
@@ -31,22 +41,6 @@ _VLLM_MARLIN = _read(
 )
 _VLLM_DYNAMIC = _read("vLLM 0.32.0, layers/quantization/utils/gptq_utils.py: override_config")
 _VLLM_SCHEMES = _read("vLLM 0.32.0, layers/quantization/compressed_tensors/compressed_tensors.py: get_scheme")
-
-_ROUTERS = ("mlp.gate", "block_sparse_moe.gate", "router", "shared_expert_gate")
-_INDEXERS = ("indexer.wk", "indexer.weights_proj")
-_PLAIN = "vLLM 0.32.0, models/deepseek_v2.py, models/qwen3_next.py, models/gpt_oss.py and others: no quant_config"
-_VLLM_UNQUANTIZED = (
-    *(Unquantized(name, _PLAIN, ("Qwen3Moe", "Lfm2Moe")) for name in _ROUTERS),
-    *(Unquantized(name, _PLAIN) for name in (*_INDEXERS, "compressor.wkv", "compressor.wgate")),
-    Unquantized("eh_proj", _PLAIN, ("LongcatFlash", "NemotronH", "BailingMoeV3", "MiniMaxM3")),
-    Unquantized("*conv1d", _PLAIN),
-)
-_SGLANG_PLAIN = "SGLang 0.5.23, models/qwen3_moe.py, layers/attention/dsa/dsa_indexer.py and others: no quant_config"
-_SGLANG_UNQUANTIZED = (
-    *(Unquantized(name, _SGLANG_PLAIN) for name in (*_ROUTERS, *_INDEXERS, "eh_proj", "*conv1d")),
-    # It takes whatever is quantized there for AWQ.
-    Unquantized("kv_b_proj", "SGLang 0.5.23, models/deepseek_common/deepseek_weight_loader.py"),
-)
 
 
 def _mixed(evidence: Evidence, *settings: Setting, opens: Literal["yes", "no"] = "yes") -> dict[Setting, Part]:
@@ -65,7 +59,9 @@ _VLLM_GPU = Rule(
     splits=True,
     mixed=_mixed(_VLLM_DYNAMIC, "bits", "group_size"),
     stacked_experts=("GptOss", "Dbrx", "Step3Text"),
-    unquantized=_VLLM_UNQUANTIZED,
+    unquantized=VLLM_UNQUANTIZED,
+    drafts=VLLM_DRAFTS,
+    experts=Part("yes", _read("vLLM 0.32.0, layers/quantization/auto_gptq.py, layers/fused_moe/oracle/int_wna16.py")),
     dtypes="float16, bfloat16",
 )
 _VLLM_CPU = replace(
@@ -78,9 +74,10 @@ _VLLM_CPU = replace(
     mixed=_mixed(_VLLM_RUN, "group_size"),
     head=Part("yes", _ACCEPTANCE),
     experts=Part(
-        "no",
-        Evidence("measured", "run here with vllm-cpu 0.32.0", ("Qwen3MoeForCausalLM",)),
-        "has no kernel for quantized experts on CPUs",
+        "unknown",
+        _read("vLLM 0.32.0, fused_moe/experts/cpu_moe.py: CPUExpertsInt4; without AMX refused here: docs/servers.md"),
+        "has a kernel for quantized experts on CPUs with AMX only, which was not run; on any other it says "
+        '"No WNA16 MoE backend supports the deployment configuration"',
     ),
     note="its 4-bit kernel needs a CPU with AVX-512",
 )
@@ -92,9 +89,11 @@ _SGLANG_GPU = replace(
     column_multiple=128,
     fuses="sglang",
     mixed={},
+    experts=Part("yes", _read("SGLang 0.5.23, layers/quantization/gptq/schemes/gptq_moe.py")),
     experts_as_most=True,
     stacked_experts=("GptOss",),
-    unquantized=_SGLANG_UNQUANTIZED,
+    unquantized=SGLANG_UNQUANTIZED,
+    drafts=SGLANG_DRAFTS,
     note="never run here",
     beyond="its slower kernels may, with float16",
 )
@@ -112,9 +111,9 @@ _GPTQ = (
         "gptq",
         Evidence(
             "measured",
-            f"{_RUN}: transformers 5.24.0, optimum 2.3.0, gptqmodel 7.7.0 on CPU; "
+            f"{_RUN}: transformers 5.24.0, optimum 2.3.0, gptqmodel 7.7.0 on CPU, and {_ENCODERS}; "
             "group sizes from gptqmodel 7.7.0, nn_modules/qlinear/torch.py",
-            _LLAMA,
+            (*_LLAMA, *_BERT),
         ),
         symmetric=frozenset({2, 3, 4, 8}),
         asymmetric=frozenset({2, 3, 4, 8}),
@@ -125,14 +124,20 @@ _GPTQ = (
         ),
         experts=Part(
             "no",
-            _read("transformers 5.24.0, conversion_mapping.py, and optimum 2.3.0, gptq/quantizer.py"),
-            "keeps experts in one tensor, and makes that of matrices in 16 bit only",
+            Evidence(
+                "measured",
+                "run here on 3 December 2026: docs/servers.md; transformers 5.24.0, conversion_mapping.py, and optimum "
+                "2.3.0, gptq/quantizer.py",
+                _MIXTURES_RUN,
+            ),
+            "keeps experts in one tensor, makes that of matrices in 16 bit only, and leaves quantized ones random",
         ),
         dtypes="bfloat16",
         note="needs optimum 2.3 and gptqmodel 7.7; load with dtype=torch.bfloat16, and with "
         'GPTQConfig(bits=N, backend="gptq_torch") for groups other than 32, 64, 128 and 256',
     ),
     _SGLANG_GPU,
+    *PARTIAL_RULES["gptq"],
     _LLAMA_CPP_GPTQ,
 )
 
@@ -142,17 +147,26 @@ _COMPRESSED_TENSORS = (
         evidence=Evidence(
             "measured",
             f"{_VLLM_RUN.source}; group sizes that were not run: its kernels/linear/mixed_precision/cpu.py",
-            _LLAMA,
+            _VLLM_RUN.architectures,
         ),
         asymmetric=frozenset({4}),
         group_sizes=None,
         group_multiple=2,
+        drafts=(*VLLM_DRAFTS, VLLM_RENAMED_DRAFTS),
         mixed=_mixed(_ACCEPTANCE, "group_size", "symmetric"),
     ),
     replace(
         _VLLM_GPU,
         asymmetric=frozenset({4}),
         mixed=_mixed(_VLLM_SCHEMES, "bits", "group_size", "symmetric"),
+        drafts=(*VLLM_DRAFTS, VLLM_RENAMED_DRAFTS),
+        experts=Part(
+            "yes",
+            _read(
+                "vLLM 0.32.0, layers/quantization/compressed_tensors/compressed_tensors_moe/"
+                "compressed_tensors_moe_wna16.py"
+            ),
+        ),
         beyond="other kernels may: Machete on Hopper, Exllama with float16, Humming where it is installed",
     ),
     Rule(
@@ -162,7 +176,7 @@ _COMPRESSED_TENSORS = (
             "measured",
             f"{_RUN}: transformers 5.24.0, compressed-tensors 0.20.1 on CPU; other architectures run here as tiny "
             "models, 4-bit symmetric, on 2 December 2026: docs/servers.md",
-            (*_LLAMA, *_EXPERTS_RUN, *_OTHERS_RUN),
+            (*_LLAMA, *_EXPERTS_RUN, *_OTHERS_RUN, *_BERT),
         ),
         symmetric=frozenset({4, 8}),
         asymmetric=frozenset({4, 8}),
@@ -184,9 +198,11 @@ _COMPRESSED_TENSORS = (
             "srt/layers/quantization/compressed_tensors/schemes/compressed_tensors_wNa16.py",
         ),
         asymmetric=frozenset({4}),
+        experts=Part("yes", _read("SGLang 0.5.23, compressed_tensors/schemes/compressed_tensors_wNa16_moe.py")),
         experts_as_most=False,
         beyond="its source shows no other kernel, and it was never tried",
     ),
+    *PARTIAL_RULES["compressed-tensors"],
     _LLAMA_CPP_GPTQ,
 )
 
@@ -231,6 +247,7 @@ _GGUF = (
         dtypes="float16, bfloat16, float32",
         note="its source has kernels for Q4_0, Q5_0 and Q8_0; never run here",
     ),
+    *PARTIAL_RULES["gguf"],
     replace(
         _GGUF_GPU,
         client=_LLAMA_CPP,

@@ -1,11 +1,11 @@
 """Which clients open a planned checkpoint, by the table in `server_rules`, and among how many devices it divides."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TypeVar, get_args
 
 from hessquant.formats.dialect import PackedWeight
-from hessquant.planning.composition import Finding, Opens, PlannedCheckpoint, composition_findings
+from hessquant.planning.composition import Finding, Opens, PlannedCheckpoint, composition_findings, draft_note
 from hessquant.planning.patterns import weight_pattern
 from hessquant.planning.rule import Basis, Rule, Setting
 from hessquant.planning.server_rules import RULES
@@ -26,8 +26,8 @@ def verdicts(output_format: str, checkpoint: PlannedCheckpoint) -> tuple[ServerV
 
 
 def untried(verdict: ServerVerdict) -> ServerVerdict:
-    """The verdict on a model that is no decoder-only language model, which no client was ever tried with."""
-    if verdict.opens != "yes":
+    """The verdict on a model that is no decoder-only language model, which few clients were ever tried with."""
+    if verdict.opens != "yes" or verdict.basis == "measured":
         return verdict
     reason = "never tried with anything but decoder-only language models"
     return replace(verdict, opens="unknown", reason=reason, basis="not run", tensor_parallel=None, limited_by="")
@@ -96,6 +96,8 @@ def _findings(rule: Rule, checkpoint: PlannedCheckpoint) -> Iterator[Finding]:
     if not rule.reads:
         yield Finding("no", rule.note, rule.evidence.basis)
         return
+    if rule.only and checkpoint.architecture and not checkpoint.architecture.startswith(rule.only):
+        yield Finding("no", f"reads this format of {', '.join(rule.only)} only", rule.evidence.basis)
     faults = list(_faults(rule, checkpoint))
     if faults:
         opens: Opens = "unknown" if rule.beyond else "no"
@@ -105,14 +107,16 @@ def _findings(rule: Rule, checkpoint: PlannedCheckpoint) -> Iterator[Finding]:
     yield from composition_findings(rule, checkpoint)
     if not checkpoint.is_covered(rule.evidence):
         yield Finding("unknown", "shapes fit; this architecture was not run", "not run")
-    yield Finding(rule.fits, _praise(rule, checkpoint.targets), basis)
+    yield Finding(rule.fits, _praise(rule, checkpoint), basis)
 
 
-def _praise(rule: Rule, targets: Sequence[Target]) -> str:
+def _praise(rule: Rule, checkpoint: PlannedCheckpoint) -> str:
     """What is said where everything fits."""
+    targets = checkpoint.targets
     notes = [rule.note] if rule.note else [f"takes {text}" for text in sorted({str(target.grid) for target in targets})]
     if rule.asymmetric_note and not all(target.grid.symmetric for target in targets):
         notes.append(rule.asymmetric_note)
+    notes += draft_note(rule, checkpoint)
     return "; ".join(notes)
 
 
