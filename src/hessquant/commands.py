@@ -184,10 +184,14 @@ def export(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Quantized checkpoint, of any writer.")],
     out: _Out,
     config: Config,
+    base: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="For gguf: llama.cpp's 16-bit conversion of the model before quantization."),
+    ] = None,
 ) -> int:
     """Write a quantized checkpoint in another format, without quantizing again."""
     with _work() as tables, _shown_on(tables, config) as progress:
-        report = hessquant.pipeline.export(checkpoint, out, config, progress=progress)
+        report = hessquant.pipeline.export(checkpoint, out, config, base=base, progress=progress)
     _show(report, render_export(report, out))
     return _DONE
 

@@ -73,20 +73,7 @@ def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Draft(Protocol):
-    """A model on its way to a directory, in one format. Until it is revealed, no reader takes it for a checkpoint."""
-
-    def __init__(self, out: Path, model: QuantizedModel) -> None:
-        """Decide what is written where.
-
-        Raises:
-            PlanError: If the model has no form in the format.
-            SourceError: If its files cannot be read.
-            CheckpointError: If a weight has no place in the format.
-        """
-
-    @staticmethod
-    def fault(source: TensorSource, plan: Plan) -> str | None:
-        """Why a model has no form in the format, in one sentence, where that depends on more than its weights."""
+    """A model on its way to a directory. Until it is revealed, no reader takes it for a checkpoint."""
 
     def write(self) -> None:
         """Write all but what makes it look complete.
@@ -107,6 +94,23 @@ class Draft(Protocol):
 
     def reveal(self) -> None:
         """Give it the last file, or the name, by which readers find it."""
+
+
+class FormatDraft(Draft, Protocol):
+    """One that is made in a format, of nothing but the model."""
+
+    def __init__(self, out: Path, model: QuantizedModel) -> None:
+        """Decide what is written where.
+
+        Raises:
+            PlanError: If the model has no form in the format.
+            SourceError: If its files cannot be read.
+            CheckpointError: If a weight has no place in the format.
+        """
+
+    @staticmethod
+    def fault(source: TensorSource, plan: Plan) -> str | None:
+        """Why a model has no form in the format, in one sentence, where that depends on more than its weights."""
 
 
 @contextmanager

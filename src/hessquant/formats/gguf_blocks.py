@@ -63,8 +63,12 @@ def packed_bytes(rows: int, columns: int, grid: GridSpec) -> int:
     return rows * columns // BLOCK * int(GGML_QUANT_SIZES[block_type(grid)][1])
 
 
-def pack(weight: QuantizedWeight) -> Tensor:
+def pack(weight: QuantizedWeight, kind: GGMLQuantizationType | None = None) -> Tensor:
     """Pack one weight.
+
+    Args:
+        weight: The weight.
+        kind: A wider type than it needs, that of others in its tensor; None = the narrowest.
 
     Returns:
         uint8 [rows, columns / 32 * bytes of a block], on the CPU.
@@ -74,7 +78,7 @@ def pack(weight: QuantizedWeight) -> Tensor:
     """
     grid, (rows, columns) = weight.grid.spec, weight.codes.shape
     refuse(target_fault(rows, columns, grid))
-    kind, repeats = block_type(grid), grid.width(columns) // BLOCK
+    kind, repeats = kind or block_type(grid), grid.width(columns) // BLOCK
     scales = half_scales(weight.grid.scales).repeat_interleave(repeats, dim=1)
     zeros = weight.grid.zeros.to(torch.int16).repeat_interleave(repeats, dim=1)
     integers = weight.codes.reshape(rows, -1, BLOCK).to(torch.int16) - zeros.unsqueeze(-1)

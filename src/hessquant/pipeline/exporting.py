@@ -6,18 +6,21 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from hessquant import __version__
+from hessquant.checkpoint.gguf_base import GgufBase
+from hessquant.checkpoint.gguf_map import map_rows
+from hessquant.checkpoint.gguf_onto_base import BasedGgufDraft
 from hessquant.checkpoint.inspect import inspect_checkpoint
-from hessquant.checkpoint.output import QuantizedModel, holding, refuse_output
+from hessquant.checkpoint.output import Draft, QuantizedModel, holding, refuse_output
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.sidecars import refuse_sidecars
 from hessquant.checkpoint.unpacked import UnpackedCheckpoint
 from hessquant.config import Config
 from hessquant.core.grid import QuantizedWeight
-from hessquant.errors import CheckpointError, PlanError, SourceError
+from hessquant.errors import CheckpointError, ConfigError, PlanError, SourceError
 from hessquant.formats.bits import half_scales
 from hessquant.formats.names import module_of
 from hessquant.models.source import ModelSource, title_of
-from hessquant.pipeline.publishing import REPORTS, digest, refuse_form, report_in, write_verified
+from hessquant.pipeline.publishing import REPORTS, digest, draft_of, refuse_form, report_in, write_verified
 from hessquant.planning.plan import plan_export
 from hessquant.records import Plan
 from hessquant.report.json_report import built
@@ -29,6 +32,7 @@ def export(
     out: Path | str,
     config: Config,
     *,
+    base: Path | str | None = None,
     progress: Progress | None = None,
 ) -> ExportReport:
     """Write a quantized checkpoint in another format, without quantizing again.
@@ -37,10 +41,12 @@ def export(
         checkpoint: A directory in one of our dialects, whoever wrote it.
         out: Directory to write; absent, empty, or begun by the same export.
         config: Says the format, the size of output files, and which servers must open it; nothing else counts.
+        base: For the gguf format, llama.cpp's conversion of the model before it was quantized: what is written is this
+            file with the quantized weights in it. None = a GGUF file is made of the checkpoint alone.
         progress: Told of the plan and of every stage.
 
     Returns:
-        What was done. The report of the run that quantized, where there is one, is in `out` as well.
+        What was done. The report of the run that quantized, if there is one, is in `out` too.
 
     Raises:
         RefusedError: Before anything is written, if the format cannot hold the checkpoint exactly.
@@ -48,15 +54,15 @@ def export(
     """
     out, checkpoint, progress = Path(out), Path(checkpoint), progress or SILENT
     started = time.perf_counter()
+    onto = _opened(base, config)
     with CheckpointReader(checkpoint) as reader:
         unpacked = UnpackedCheckpoint(reader)
         source = ModelSource(str(checkpoint), checkpoint, config.trust_remote_code)
         plan = plan_export(source, unpacked.tensors, unpacked.packed, config)
-        refuse_form(config.format, unpacked, plan)
+        if onto is None:
+            refuse_form(config.format, unpacked, plan)
         progress.plan(plan)
-        # What is in the files, but for the values: all is written again anyway.
-        held = [asdict(info) for info in reader.tensors.values()]
-        run = digest(["export", __version__, config.format, config.shard_bytes, reader.config, held])
+        run = _identity(reader, config, onto)
         refuse_sidecars(checkpoint, out, REPORTS)
         # Looked at before anything is made, and again when no other process can change it.
         refuse_output(out, run, plan.output_bytes)
@@ -65,10 +71,11 @@ def export(
             _refuse_faulty(checkpoint, config)
             _refuse_inexact(unpacked, config, progress)
             solved = report_in(checkpoint)
-            # Settings of another version's that we have no name for are left out.
-            solved_with = None if solved is None else built(Config, solved.settings)
-            result = QuantizedModel(unpacked, plan, unpacked, config, solved_with, REPORTS, __version__)
-            written = write_verified(out, result, run, progress)
+            result = QuantizedModel(unpacked, plan, unpacked, config, _solved_with(solved), REPORTS, __version__)
+            draft, size = _drafted(out, result, unpacked, onto, progress)
+            plan = replace(plan, output_bytes=size)
+            refuse_output(out, run, size)
+            written = write_verified(out, draft, run, progress)
             written.complete(None if solved is None else _retold(solved, plan, config, written.verified))
     return ExportReport(
         version=__version__,
@@ -79,6 +86,36 @@ def export(
         output_bytes=plan.output_bytes,
         seconds=time.perf_counter() - started,
     )
+
+
+def _identity(reader: CheckpointReader, config: Config, onto: GgufBase | None) -> str:
+    """Of what is in the files, but for the values: all is written again anyway."""
+    held = [asdict(info) for info in reader.tensors.values()]
+    written_onto = [] if onto is None else [onto.identity()]
+    return digest(["export", __version__, config.format, config.shard_bytes, reader.config, held, *written_onto])
+
+
+def _solved_with(solved: RunReport | None) -> Config | None:
+    """Settings of a run; those of another version's that we have no name for are left out."""
+    return None if solved is None else built(Config, solved.settings)
+
+
+def _drafted(
+    out: Path, result: QuantizedModel, unpacked: UnpackedCheckpoint, onto: GgufBase | None, progress: Progress
+) -> tuple[Draft, int]:
+    """What is to be written, and the bytes of its tensors."""
+    if onto is None:
+        return draft_of(out, result), result.plan.output_bytes
+    draft = BasedGgufDraft(out, result, onto, map_rows(onto, unpacked, progress))
+    return draft, draft.bytes
+
+
+def _opened(base: Path | str | None, config: Config) -> GgufBase | None:
+    if base is None:
+        return None
+    if config.format != "gguf":
+        raise ConfigError(f"a base is for the gguf format; leave --base out for {config.format}")
+    return GgufBase(Path(base))
 
 
 def _refuse_faulty(checkpoint: Path, config: Config) -> None:

@@ -10,6 +10,7 @@ from hessquant.checkpoint.gguf_writer import GgufDraft
 from hessquant.checkpoint.output import (
     GGUF_FILE,
     Draft,
+    FormatDraft,
     QuantizedModel,
     begin,
     completing,
@@ -30,7 +31,7 @@ REPORTS = (REPORT_NAME, PAGE_NAME)
 """Files beside a checkpoint that are written anew, never copied."""
 
 
-_DRAFTS: Mapping[str, type[Draft]] = {**dict.fromkeys(DIALECTS, SafetensorsDraft), "gguf": GgufDraft}
+_DRAFTS: Mapping[str, type[FormatDraft]] = {**dict.fromkeys(DIALECTS, SafetensorsDraft), "gguf": GgufDraft}
 """By the name that `--format` takes."""
 
 
@@ -66,12 +67,17 @@ class Written:
             )
 
 
-def write_verified(out: Path, model: QuantizedModel, run: str, progress: Progress) -> Written:
+def draft_of(out: Path, model: QuantizedModel) -> Draft:
+    """A model on its way to a directory, in the format that is asked for."""
+    return _DRAFTS[model.output.format](out, model)
+
+
+def write_verified(out: Path, draft: Draft, run: str, progress: Progress) -> Written:
     """Write a checkpoint, and re-read it by another decoder.
 
     Args:
         out: Directory to write; made if need be.
-        model: What is written.
+        draft: What is written there.
         run: The run's identity; the directory carries it until it is complete.
         progress: Told of both stages.
 
@@ -80,7 +86,6 @@ def write_verified(out: Path, model: QuantizedModel, run: str, progress: Progres
         VerificationError: If what was written decodes to anything else.
     """
     progress.stage("write", 1)
-    draft = _DRAFTS[model.output.format](out, model)
     begin(out, run)
     draft.write()
     progress.advance(out.name)

@@ -21,7 +21,7 @@ from hessquant.memory import map_large_blocks, peak_memory
 from hessquant.models.source import ModelSource
 from hessquant.models.stream import StreamedModel
 from hessquant.pipeline.planning import planned
-from hessquant.pipeline.publishing import REPORTS, digest, is_complete, report_in, write_verified
+from hessquant.pipeline.publishing import REPORTS, digest, draft_of, is_complete, report_in, write_verified
 from hessquant.planning.size import tokens_per_batch
 from hessquant.records import Plan
 from hessquant.report.degraded import degradations, text_degradations
@@ -95,7 +95,7 @@ def quantize(
             _refuse_no_room(out, run, plan, config, store)
             outcome = quantize_segments(streamed, plan, batches, config, store, progress, reader.warm)
             result = QuantizedModel(reader, plan, outcome.weights, config, config, REPORTS, __version__)
-            written = write_verified(out, result, run, progress)
+            written = write_verified(out, draft_of(out, result), run, progress)
             report = _report(run, plan, config, inputs.record, outcome, written.verified, clocks)
             written.complete(report)
     return report
