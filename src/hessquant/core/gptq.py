@@ -26,6 +26,7 @@ from hessquant.core.grid import (
     SweepKernel,
     count_degenerate,
     encode,
+    evened,
     min_max,
     scale_dtype,
     scale_factors,
@@ -111,8 +112,8 @@ def solve(
         loss=working.unit * loss,
         rtn_loss=working.unit * rtn_loss,
         output_energy=working.unit * output_energy,
-        expected_loss=expected_sweep_loss(swept.grid, factor),
-        floor=order_free_floor(swept.grid, factor),
+        expected_loss=expected_sweep_loss(evened(swept), factor),
+        floor=order_free_floor(evened(swept), factor),
         fallback_rows=int(fallback_rows),
         zero_groups=zero_groups,
         tiny_groups=tiny_groups,
@@ -173,7 +174,7 @@ def sweep(weight: Tensor, factor: Factor, grid: Grid, *, block_size: int, kernel
         block = slice(start, start + block_size)
         carried = lower[block, :start] @ errors[:start]
         codes[order[block]], errors[block] = kernel(
-            visited[block], lower[block, block].contiguous(), carried, scales, zeros, group[block], grid.spec.top
+            visited[block], lower[block, block].contiguous(), carried, scales, zeros, group[block], grid.spec
         )
     return codes.T.contiguous()
 
@@ -210,7 +211,7 @@ def dynamic_sweep(weight: Tensor, factor: Factor, spec: GridSpec, config: Config
                 scales[index : index + 1].to(weight.dtype),
                 zeros[index : index + 1].to(weight.dtype),
                 torch.zeros_like(order[block]),
-                spec.top,
+                spec,
             )
     return QuantizedWeight(codes.T.contiguous(), Grid(spec, scales.T.contiguous(), zeros.T.contiguous()))
 

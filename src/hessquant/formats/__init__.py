@@ -7,10 +7,16 @@ from hessquant.errors import SourceError
 from hessquant.formats import gguf_blocks
 from hessquant.formats.compressed_tensors import CompressedTensors
 from hessquant.formats.dialect import Dialect, Output
+from hessquant.formats.floats import Mxfp4, Nvfp4
 from hessquant.formats.gptq import Gptq
 
-DIALECTS: Mapping[str, Dialect] = {"gptq": Gptq(), "compressed-tensors": CompressedTensors()}
-"""By names that are those of `quant_method` as well."""
+DIALECTS: Mapping[str, Dialect] = {
+    "gptq": Gptq(),
+    "compressed-tensors": CompressedTensors(),
+    "nvfp4": Nvfp4(),
+    "mxfp4": Mxfp4(),
+}
+"""By the name that `--format` takes."""
 
 OUTPUTS: Mapping[str, Output] = {**DIALECTS, "gguf": gguf_blocks}
 
@@ -22,7 +28,12 @@ def dialect_of(described: Mapping[str, Any]) -> Dialect:
         SourceError: If it is none of ours.
     """
     method = described.get("quant_method")
-    for name, dialect in DIALECTS.items():
-        if name == method:
-            return dialect
-    raise SourceError(f"quant_method is {method!r}; only {', '.join(DIALECTS)} checkpoints can be decoded")
+    known = [dialect for dialect in DIALECTS.values() if dialect.method == method]
+    if not known:
+        methods = dict.fromkeys(dialect.method for dialect in DIALECTS.values())
+        raise SourceError(f"quant_method is {method!r}; only {', '.join(methods)} checkpoints can be decoded")
+    # Some say it of each group only; all groups are in one format, or the dialect refuses one.
+    groups = described.get("config_groups")
+    stated = [described, *(groups.values() if isinstance(groups, dict) else ())]
+    layouts = [said["format"] for said in stated if isinstance(said, dict) and isinstance(said.get("format"), str)]
+    return next((dialect for layout in layouts for dialect in known if layout in dialect.variants), known[0])

@@ -13,12 +13,13 @@ from hessquant.core import gptq
 from hessquant.core.experts import pooled, shrink
 from hessquant.core.factor import Factor, effective_rank, factorize
 from hessquant.core.gptq import Solution
-from hessquant.core.grid import QuantizedWeight
+from hessquant.core.grid import QuantizedWeight, with_global_scale
 from hessquant.core.hessian import HessianStatistics, hessian
 from hessquant.errors import FactorizationError, GridError, NonFiniteError
+from hessquant.formats.fused import sets_among
 from hessquant.kernels.dispatch import kernels_for
 from hessquant.place import HOST
-from hessquant.records import Location, Target
+from hessquant.records import GridSpec, Location, Target
 from hessquant.results import LayerRecord
 
 
@@ -62,6 +63,7 @@ class TargetSolver:
     ) -> None:
         self._targets = {target.name: target for target in targets}
         self._parameters, self._config, self._on_layer = parameters, config, on_layer
+        self._fused, self._largest = _fused_with(self._targets), dict[str, float]()
         self.quantized: dict[str, QuantizedWeight] = {}
         self.records: list[LayerRecord] = []
 
@@ -132,13 +134,37 @@ class TargetSolver:
         started = time.perf_counter()
         weight = matrix_at(self._parameters, target)
         kernels = kernels_for(weight.device, weight.numel())
-        solution = gptq.solve(weight, inputs.hessian, factor, target.grid, self._config, kernels)
+        solution = gptq.solve(weight, inputs.hessian, factor, self._grid(target), self._config, kernels)
         put_back(solution.weight, target, self._parameters)
         self.quantized[target.name] = solution.weight.to(HOST.device)
         seconds = time.perf_counter() - started
         record = _record(target, inputs, factor, rank, solution, self._config.damping, seconds)
         self.records.append(record)
         self._on_layer(record)
+
+    def _grid(self, target: Target) -> GridSpec:
+        """A target's grid, with its global scale where it has one.
+
+        Servers make one matrix of the weights of a fused set, for which they have one global scale; so it is that of
+        the largest weight of all. It is taken when the first of them is quantized.
+        """
+        if not target.grid.has_global_scale:
+            return target.grid
+        if target.name not in self._largest:
+            members = self._fused.get(target.name, [target.name])
+            largest = max(float(matrix_at(self._parameters, self._targets[name]).abs().max()) for name in members)
+            self._largest.update(dict.fromkeys(members, largest))
+        return with_global_scale(target.grid, self._largest[target.name])
+
+
+def _fused_with(names: Iterable[str]) -> dict[str, list[str]]:
+    """All that some server may make one matrix of together with a target, itself among them, by its name."""
+    together: dict[str, list[str]] = {}
+    for _, _, modules in sets_among(name.removesuffix(".weight") for name in names):
+        members = [f"{module}.weight" for module in modules]
+        joined = list(dict.fromkeys(other for name in members for other in together.get(name, [name])))
+        together.update(dict.fromkeys(joined, joined))
+    return together
 
 
 def matrix_at(parameters: Mapping[str, Tensor], target: Target) -> Tensor:
