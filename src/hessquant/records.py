@@ -124,9 +124,11 @@ class GridSpec:
         return 1 if self.group_size == -1 else -(-columns // self.group_size)
 
     def __str__(self) -> str:
-        if self.is_float:
-            return f"4-bit float, {self.scale_dtype[7:11].upper()} scales, group size {self.group_size}"
         kind = "symmetric" if self.symmetric else "asymmetric"
+        if self.is_float:
+            return (
+                f"{kind} {self.bits}-bit float, {self.scale_dtype[7:11].upper()} scales, group size {self.group_size}"
+            )
         return f"{kind} {self.bits}-bit, group size {self.group_size}"
 
 

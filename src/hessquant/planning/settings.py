@@ -99,7 +99,7 @@ def _refuse_ragged(
     if not ragged:
         return
     sizes = " or ".join(map(str, sorted({size for _, size in ragged})))
-    advice = _WITHOUT_GROUPS
+    advice = "--exclude PATTERN to leave them out" if config.format in FLOAT_GROUP_SIZES else _WITHOUT_GROUPS
     fitting = _auto_group_size(chosen)
     if fitting is not None:
         reach, _ = tensor_parallel(PackedWeight(p.rows, p.columns, GridSpec(config.bits, fitting)) for p in chosen)
