@@ -246,10 +246,11 @@ def test_devices_that_triton_compiles_for_get_its_kernels(device, weights):
 # The kernels are called as on a GPU, by their own functions; all is done but the launch.
 COMPILE = """
 import json
+from itertools import product
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
-from hessquant.core.grid import scale_factors
+from hessquant.core.grid import FLOAT_GRIDS, scale_factors
 from hessquant.kernels import triton as fused
 from hessquant.records import GridSpec
 
@@ -263,16 +264,17 @@ class Absent:
     def get_current_stream(self, device):
         return 0
 
-run, made, spec = JITFunction.run, [], GridSpec(4, 64, False)
+run, made = JITFunction.run, []
 
 def compiled(kernel, *args, warmup, **settings):
     code = run(kernel, *args, warmup=True, **settings)
-    made.append((kernel.__name__, driver.active.target.backend, str(args[0][0].dtype), dict(code.asm)))
+    name = kernel.__name__ + (" of floats" if args[5] is None else "")
+    made.append((name, driver.active.target.backend, str(args[0][0].dtype), dict(code.asm)))
 
 JITFunction.run = compiled
 for target in (GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)):
     driver.set_active(Absent(target))
-    for dtype in (torch.float32, torch.float64):
+    for dtype, spec in product((torch.float32, torch.float64), (GridSpec(4, 64, False), FLOAT_GRIDS["mxfp4"])):
         weight, scales = torch.zeros(128, 512, dtype=dtype), torch.ones(2, 512, dtype=dtype)
         group = torch.arange(128) // 64
         fused.sweep_block(weight, torch.eye(128, dtype=dtype), weight, scales, scales, group, spec)
@@ -298,7 +300,8 @@ def compiled(tmp_path_factory):
     return {tuple(names): assembly for *names, assembly in json.loads(ended.stdout)}
 
 
-CASES = [(kernel, dtype) for kernel in ("_sweep_block", "_search_scales") for dtype in ("32", "64")]
+KERNELS = ("_sweep_block", "_search_scales", "_sweep_block of floats", "_search_scales of floats")
+CASES = [(kernel, dtype) for kernel in KERNELS for dtype in ("32", "64")]
 
 
 @pytest.mark.parametrize(("kernel", "dtype"), CASES)
@@ -307,7 +310,7 @@ def test_for_sm_90_every_operation_is_rounded_to_nearest_by_itself(compiled, ker
     assert not re.findall(r"\b(?:fma|mad)\.\S*f\d\d", ptx)
     operations = re.findall(rf"\b(?:add|sub|mul|div|rcp)\.\S*f{dtype}", ptx)
     assert set(operations) == {f"{name}.rn.f{dtype}" for name in ("add", "sub", "mul", "div")}
-    if kernel == "_sweep_block":
+    if kernel.startswith("_sweep_block"):
         # Errors that other threads wrote are read after it.
         assert ptx.count("bar.sync") == 1
 

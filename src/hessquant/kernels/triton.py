@@ -41,9 +41,7 @@ def sweep_block(
     programs = weight[..., 0, 0].numel() * triton.cdiv(rows, _SWEPT.value)
     # Triton compiles for, and launches on, the current device.
     with torch.accelerator.device_index(weight.device.index):
-        _sweep_block[programs,](
-            inputs, (codes, errors), width, rows, scales.shape[-2], spec.top, spec.is_float, **_SWEEP
-        )
+        _sweep_block[programs,](inputs, (codes, errors), width, rows, scales.shape[-2], _top(spec), **_SWEEP)
     return codes, errors
 
 
@@ -77,13 +75,18 @@ def _best_of(members: Tensor, importance: Tensor, spec: GridSpec, factors: tuple
     inputs = tuple(tensor.contiguous() for tensor in (members, importance, scales, zeros))
     programs, size = groups * triton.cdiv(rows, _SEARCHED.value), triton.next_power_of_2(len(factors))
     with torch.accelerator.device_index(low.device.index):
-        _search_scales[programs,](inputs, best, width, rows, len(factors), spec.top, size, spec.is_float, **_SEARCH)
+        _search_scales[programs,](inputs, best, width, rows, len(factors), _top(spec), size, **_SEARCH)
     chosen = best.unsqueeze(0)
     return scales.gather(0, chosen)[0], zeros.gather(0, chosen)[0]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _sweep_block(inputs, outputs, width, rows, groups, top, FLOAT: tl.constexpr):  # type: ignore[no-untyped-def]
+def _top(spec: GridSpec) -> int | None:
+    """The largest code; None for a float grid, so that Triton compiles the loops for each."""
+    return None if spec.is_float else spec.top
+
+
+@triton.jit
+def _sweep_block(inputs, outputs, width, rows, groups, top):  # type: ignore[no-untyped-def]
     """Sweep one weight's tile of rows, panel by panel; what panels hand on are errors, written and read again."""
     weight, upper, carried, scales, zeros, group = inputs
     codes, errors = outputs
@@ -110,11 +113,11 @@ def _sweep_block(inputs, outputs, width, rows, groups, top, FLOAT: tl.constexpr)
             total += coefficient[:, None] * earlier[None, :]
         for k in range(start, start + _PANEL):
             # All columns of the panel are rounded each time: those up to k have their codes, k is the next that has.
-            _, error = _rounded(w, w + total * inverse, scale, zero, top, FLOAT)
+            _, error = _rounded(w, w + total * inverse, scale, zero, top)
             of_k = tl.sum(tl.where((column == k)[:, None], error, 0.0), axis=0)
             coefficient = tl.load(upper + (first + k) * width + column, mask=inside & (column > k), other=0.0)
             total += coefficient[:, None] * of_k[None, :]
-        code, error = _rounded(w, w + total * inverse, scale, zero, top, FLOAT)
+        code, error = _rounded(w, w + total * inverse, scale, zero, top)
         tl.store(codes + at, code.to(tl.uint8), mask=here)
         tl.store(errors + at, error, mask=here)
         # Other threads read them.
@@ -122,7 +125,7 @@ def _sweep_block(inputs, outputs, width, rows, groups, top, FLOAT: tl.constexpr)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _search_scales(inputs, best, width, rows, factors, top, SIZE: tl.constexpr, FLOAT: tl.constexpr):  # type: ignore[no-untyped-def]
+def _search_scales(inputs, best, width, rows, factors, top, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     """The best candidate's number for one group of a tile of rows; all candidates side by side, SIZE or fewer."""
     weight, column_weights, scales, zeros = inputs
     tiles = tl.cdiv(rows, _SEARCHED)
@@ -138,15 +141,15 @@ def _search_scales(inputs, best, width, rows, factors, top, SIZE: tl.constexpr, 
     loss = tl.zeros((SIZE, _SEARCHED), weight.dtype.element_ty)
     for column in range(0, width):
         w = tl.load(weight + (g * width + column) * pitch + row, mask=row < rows, other=0.0)[None, :]
-        _, error = _rounded(w, w, scale, zero, top, FLOAT)
+        _, error = _rounded(w, w, scale, zero, top)
         loss += tl.load(column_weights + g * width + column) * (error * error)
     # As in the twin: of equal losses the first, and the first of all where none is finite.
     loss = tl.where(there & (loss < float("inf")), loss, float("inf"))
     tl.store(best + g * pitch + row, tl.argmin(loss, axis=0).to(tl.int64), mask=row < rows)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _rounded(weight, target, scale, zero, top, FLOAT: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _rounded(weight, target, scale, zero, top):  # type: ignore[no-untyped-def]
     """The code nearest to a target, and what is then left of the weight; see `hessquant.core.grid.nearest`.
 
     To add and subtract 1.5 * 2^23 (2^52 in float64), which has no digits after the point to spare, rounds to the
@@ -154,15 +157,18 @@ def _rounded(weight, target, scale, zero, top, FLOAT: tl.constexpr):  # type: ig
     """
     large: tl.constexpr = 6755399441055744.0 if weight.dtype == tl.float64 else 12582912.0
     ratio = _over(target, scale)
-    if FLOAT:
+    if top is None:
         size = tl.abs(ratio)
         rank = tl.minimum((2.0 * size + large) - large, (size + large) - large + 2.0)
         rank = tl.minimum(rank, tl.minimum((0.5 * size + large) - large + 4.0, 7.0))
         step = tl.maximum(tl.maximum(0.5 * rank, rank - 2.0), 2.0 * rank - 8.0)
-        sign = tl.where(ratio < 0.0, -1.0, 1.0)
-        return zero + sign * rank, weight - scale * (sign * step)
-    code = tl.minimum(tl.maximum((ratio + large) - large + zero, 0.0), top)
-    return code, weight - scale * (code - zero)
+        sign = tl.where(ratio < 0.0, -1.0, 1.0).to(weight.dtype)
+        code = zero + sign * rank
+        step *= sign
+    else:
+        code = tl.minimum(tl.maximum((ratio + large) - large + zero, 0.0), top)
+        step = code - zero
+    return code, weight - scale * step
 
 
 @triton.jit
