@@ -319,5 +319,5 @@ def test_for_sm_90_every_operation_is_rounded_to_nearest_by_itself(compiled, ker
 def test_for_gfx942_no_operations_are_fused_but_those_of_a_division(compiled, kernel, dtype):
     assembly = compiled[kernel, "hip", f"torch.float{dtype}"]
     divisions = assembly.count(f"v_div_fixup_f{dtype}")
-    assert divisions >= 4
+    assert divisions >= 3
     assert len(re.findall(rf"v_(?:pk_)?(?:fma|fmac|mac|mad)_f{dtype}", assembly)) == 5 * divisions
