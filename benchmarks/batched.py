@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 
 from hessquant.kernels import cpu
+from hessquant.records import GridSpec
 
 _RUNS = 5
 _SHAPES = ((64, 96, 256), (32, 384, 1024), (8, 768, 1536))  # experts, rows, columns
@@ -48,7 +49,7 @@ def _sweeps(experts: int, rows: int) -> tuple[Callable[[], object], Callable[[],
         torch.full((experts, _BLOCK // _GROUP, rows), 8.0),
     )
     group = torch.arange(_BLOCK) // _GROUP
-    carried = torch.zeros_like(weights)
+    carried, grid = torch.zeros_like(weights), GridSpec(4, _GROUP)
 
     def batch() -> object:
         errors = torch.zeros_like(weights)
@@ -62,7 +63,7 @@ def _sweeps(experts: int, rows: int) -> tuple[Callable[[], object], Callable[[],
 
     def loop() -> object:
         return [
-            cpu.sweep_block(weights[e], lower[e], carried[e], scales[e], zeros[e], group, 15) for e in range(experts)
+            cpu.sweep_block(weights[e], lower[e], carried[e], scales[e], zeros[e], group, grid) for e in range(experts)
         ]
 
     return batch, loop

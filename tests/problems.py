@@ -3,12 +3,14 @@
 On a diagonal Hessian GPTQ is round-to-nearest, and a test of it proves nothing.
 """
 
+from dataclasses import replace
+
 import torch
 from hypothesis import strategies as st
 
 from hessquant.core.factor import factorize
 from hessquant.core.gptq import sweep
-from hessquant.core.grid import decode, min_max
+from hessquant.core.grid import FLOAT_GRIDS, decode, min_max, with_global_scale
 from hessquant.kernels import twin
 from hessquant.records import GridSpec
 
@@ -30,12 +32,15 @@ def random_layer(rows, columns, seed, tokens=None):
 
 
 @st.composite
-def layers(draw, max_columns=24):
-    """A random layer and the spec of a grid that fits it."""
+def layers(draw, max_columns=24, floats=True):
+    """A random layer and the spec of a grid that fits it, at times one of floats."""
     group_size = draw(st.sampled_from([-1, 2, 3, 4]))
     groups = draw(st.integers(1, max_columns // max(group_size, 4)))
     columns = groups * (4 if group_size == -1 else group_size)
     weight, hessian = random_layer(draw(st.integers(1, 6)), columns, draw(st.integers(0, 2**31)))
+    if floats and draw(st.integers(0, 3)) == 0:
+        spec = replace(draw(st.sampled_from(list(FLOAT_GRIDS.values()))), group_size=group_size)
+        return weight, hessian, with_global_scale(spec, float(weight.abs().max()))
     spec = GridSpec(
         bits=draw(st.integers(2, 8)),
         symmetric=draw(st.booleans()),

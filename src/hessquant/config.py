@@ -17,7 +17,7 @@ from hessquant.errors import ConfigError
 
 Order = Literal["activation", "natural", "group"]
 Scales = Literal["static", "dynamic"]
-Format = Literal["gptq", "compressed-tensors", "gguf"]
+Format = Literal["gptq", "compressed-tensors", "gguf", "nvfp4", "mxfp4"]
 CaptureMethod = Literal["auto", "once", "passes"]
 Experts = Literal["routed", "all"]
 TokenWeights = Literal["attention", "uniform"]
@@ -28,6 +28,9 @@ CLIENTS: tuple[Client, ...] = get_args(Client)
 """What `Config.serve` may name; a client without its device means the client on each of them."""
 
 AUTO_GROUP_SIZES = (128, 64, 32)
+
+FLOAT_GROUP_SIZES: dict[str, int] = {"nvfp4": 16, "mxfp4": 32}
+"""The one group size of each format whose weights are 4-bit floats."""
 
 LONGEST_DEFAULT_WINDOW = 2048
 """Tokens per window where no length is asked for and the model has that context."""
@@ -166,7 +169,7 @@ class Config:
     format: Format = _said(
         "gptq",
         "On-disk dialect of the result. Take compressed-tensors for asymmetric 4-bit weights in vLLM; gguf, one file "
-        "OUT/model.gguf, for llama.cpp.",
+        "OUT/model.gguf, for llama.cpp; nvfp4 or mxfp4 for weights that are 4-bit floats.",
     )
     order: Order = _said("activation", "Order in which columns are rounded.")
     scales: Scales = _said(
@@ -287,4 +290,11 @@ class Config:
             raise ConfigError(
                 "dynamic scales in activation order would need a permuted g_idx, which servers have "
                 "dropped; use order 'group' or 'natural', or static scales"
+            )
+        width = FLOAT_GROUP_SIZES.get(self.format)
+        if width is not None and not (self.bits == 4 and self.symmetric and self.group_size in ("auto", width)):
+            kind = "symmetric" if self.symmetric else "asymmetric"
+            raise ConfigError(
+                f"the format {self.format} holds 4-bit floats in groups of {width} without zeros, and nothing else; "
+                f"asked for are {self.bits} bits, {kind}, in groups of {self.group_size}: leave these settings out"
             )

@@ -6,6 +6,8 @@ from typing import Literal
 
 from hessquant.errors import GridError
 
+Elements = Literal["integer", "e2m1"]
+
 
 @dataclass(frozen=True)
 class TensorInfo:
@@ -67,12 +69,16 @@ class GridSpec:
         group_size: Inputs per group; -1 = one group per row.
         symmetric: Zero fixed at 2^(bits-1) instead of one per group.
         scale_dtype: Floating dtype that scales are stored in, as torch names it.
+        elements: What codes less their zeros are: integers, or numbers of the 4-bit float E2M1, by their rank.
+        global_scale: What scales are stored times, where the dtype is E4M3: one number for all of a weight.
     """
 
     bits: int = 4
     group_size: int = -1
     symmetric: bool = True
     scale_dtype: str = "float16"
+    elements: Elements = "integer"
+    global_scale: float = 1.0
 
     @property
     def top(self) -> int:
@@ -83,6 +89,21 @@ class GridSpec:
     def middle(self) -> int:
         """Zero of a symmetric grid."""
         return 1 << (self.bits - 1)
+
+    @property
+    def is_float(self) -> bool:
+        """Whether its steps are those of a float: wider, the farther from zero."""
+        return self.elements == "e2m1"
+
+    @property
+    def has_global_scale(self) -> bool:
+        """Whether its scales are stored times a number of the weight's own."""
+        return self.scale_dtype == "float8_e4m3fn"
+
+    @property
+    def bits_per_group(self) -> int:
+        """Bits that a group takes besides its codes: a scale, and on a grid of integers a zero."""
+        return 8 if self.is_float else 16 + self.bits
 
     def width(self, columns: int) -> int:
         """Inputs per group of a weight with `columns` inputs.
@@ -104,6 +125,10 @@ class GridSpec:
 
     def __str__(self) -> str:
         kind = "symmetric" if self.symmetric else "asymmetric"
+        if self.is_float:
+            return (
+                f"{kind} {self.bits}-bit float, {self.scale_dtype[7:11].upper()} scales, group size {self.group_size}"
+            )
         return f"{kind} {self.bits}-bit, group size {self.group_size}"
 
 

@@ -8,6 +8,8 @@ CLIENTS_OF = {
     "gptq": ("vllm", "transformers", "gptqmodel"),
     "compressed-tensors": ("vllm", "transformers-ct", "transformers-ct-dequantize"),
     "gguf": ("llamacpp",),
+    "nvfp4": ("transformers-ct", "transformers-ct-dequantize"),
+    "mxfp4": ("transformers-ct", "transformers-ct-dequantize"),
 }
 ENCODER_CLIENTS_OF = {
     "gptq": ("vllm-pooling", "transformers-encoder"),
@@ -97,7 +99,7 @@ class Case:
             return ("transformers-ct-dequantize",) if not self.symmetric else ("transformers-ct",)
         if self.encodes:
             return ENCODER_CLIENTS_OF[self.format]
-        servers = ("vllm-server",) if self.source == "full" and self.format != "gguf" else ()
+        servers = ("vllm-server",) if self.source == "full" and "vllm" in CLIENTS_OF[self.format] else ()
         # The kernel that it chooses on a CPU does not take these.
         kernel = ("transformers-torch",) if self.format == "gptq" and self.group not in (32, 64, 128) else ()
         return CLIENTS_OF[self.format] + servers + kernel
@@ -193,6 +195,17 @@ _GGUF = [
     Case("gguf", exported_from="gptq"),
     Case("gguf", symmetric=False, exported_from="compressed-tensors"),
 ]
+_FLOATS = [
+    case
+    for plain in (Case("nvfp4", group=16), Case("mxfp4", group=32))
+    for case in (
+        plain,
+        replace(plain, source="full"),
+        replace(plain, feature="down_proj in 16 bit", options=("--exclude", "mlp.down_proj")),
+        replace(plain, feature="with the head", options=("--include", "lm_head")),
+        replace(plain, source="small-bfloat16", feature="of a bfloat16 model"),
+    )
+]
 # The other way round: what other tools write, by their own loaders and by our decoder.
 _FOREIGN = [
     *(Case("gptq", bits=bits, maker="gptqmodel") for bits in (4, 3, 8)),
@@ -203,7 +216,7 @@ _FOREIGN = [
     Case("compressed-tensors", group=-1, maker="llmcompressor"),
 ]
 
-CASES = {case.name: case for case in (*_GPTQ, *_COMPRESSED_TENSORS, *_GGUF, *_FOREIGN)}
+CASES = {case.name: case for case in (*_GPTQ, *_COMPRESSED_TENSORS, *_GGUF, *_FLOATS, *_FOREIGN)}
 
 
 @dataclass(frozen=True)

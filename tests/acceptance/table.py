@@ -15,6 +15,8 @@ _TITLES = {
     "gptq": "GPTQ format",
     "compressed-tensors": "compressed-tensors, pack-quantized",
     "gguf": "GGUF",
+    "nvfp4": "compressed-tensors, nvfp4-pack-quantized",
+    "mxfp4": "compressed-tensors, mxfp4-pack-quantized",
     "mixtures": "Mixtures of experts: tiny models with random weights",
     "encoders": "An encoder: numbers of its embeddings of six texts",
     "foreign": "Checkpoints of other tools, our decoder against their own loader",

@@ -125,7 +125,7 @@ def test_the_tables_of_options_are_those_that_the_script_makes():
         ({"bits": None}, "bits is None; choose 2 to 8"),
         ({"group_size": 0}, "group_size is 0; choose 'auto', -1 or a positive number"),
         ({"group_size": "many"}, "group_size is 'many'; choose 'auto', -1 or a positive number"),
-        ({"format": "awq"}, "format is 'awq'; choose one of gptq, compressed-tensors, gguf"),
+        ({"format": "awq"}, "format is 'awq'; choose one of gptq, compressed-tensors, gguf, nvfp4, mxfp4"),
         ({"order": None}, "order is None; choose one of activation, natural, group"),
         ({"scales": "some"}, "scales is 'some'; choose one of static, dynamic"),
         ({"capture": "twice"}, "capture is 'twice'; choose one of auto, once, passes"),

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from tests.problems import layers, random_layer, swept
 
 from hessquant.core import refine
-from hessquant.core.grid import Grid, QuantizedWeight, encode, min_max, scale_dtype
+from hessquant.core.grid import Grid, QuantizedWeight, encode, min_max, nearest, steps, storable
 from hessquant.core.refine import descend
 from hessquant.kernels import twin
 from hessquant.records import GridSpec
@@ -31,23 +31,24 @@ def literally(weight, quantized, hessian):
     scales = quantized.grid.scales.double()
     for first in range(0, columns, width):
         group = slice(first, first + width)
-        steps = torch.zeros_like(codes)
-        steps[:, group] = codes[:, group] - zeros[:, group]
-        others = weight - scales.repeat_interleave(width, 1) * (codes - zeros) + scales[:, [first // width]] * steps
-        slope = torch.einsum("ri,ij,rj->r", steps, hessian, others)
-        curvature = torch.einsum("ri,ij,rj->r", steps, hessian, steps)
+        taken = torch.zeros_like(codes)
+        taken[:, group] = steps(codes.clone(), zeros, spec)[:, group]
+        others = weight - scales.repeat_interleave(width, 1) * steps(codes.clone(), zeros, spec)
+        others += scales[:, [first // width]] * taken
+        slope = torch.einsum("ri,ij,rj->r", taken, hessian, others)
+        curvature = torch.einsum("ri,ij,rj->r", taken, hessian, taken)
         for row in range(len(weight)):
-            stored = (slope[row] / curvature[row]).to(scale_dtype(spec)).double()
+            stored = storable(slope[row] / curvature[row], spec).double()
             before = scales[row, first // width]
             gain = (stored - before) * (2 * slope[row] - (stored + before) * curvature[row])
             if torch.isfinite(stored) and stored > 0 and gain > 0:
                 scales[row, first // width] = stored
         for j in range(first, first + width):
             scale = scales[:, first // width]
-            error = weight - scales.repeat_interleave(width, 1) * (codes - zeros)
+            error = weight - scales.repeat_interleave(width, 1) * steps(codes.clone(), zeros, spec)
             error[:, j] = 0
             target = weight[:, j] + error @ hessian[:, j] / hessian[j, j]
-            codes[:, j] = (torch.round(target / scale) + zeros[:, j]).clamp(0, spec.top)
+            codes[:, j] = nearest(target / scale, zeros[:, j], spec)
     return codes.to(torch.uint8), scales
 
 

@@ -27,8 +27,10 @@ from transformers import (
 import hessquant
 from hessquant.calibration.windows import evaluation_windows
 from hessquant.checkpoint.reader import CheckpointReader
+from hessquant.config import FLOAT_GROUP_SIZES
 from hessquant.errors import CalibrationError, CaptureError, ConfigError, DeviceMemoryError, NonFiniteError, PlanError
 from hessquant.evaluation import compare, perplexity
+from hessquant.formats import DIALECTS
 from hessquant.models.source import resolve
 from hessquant.pipeline import evaluating
 from hessquant.records import TokenWindow
@@ -76,7 +78,8 @@ def text(tmp_path):
 
 
 def quantized(model, out, dialect):
-    config = hessquant.Config(group_size=32, format=dialect, max_unquantized=1.0)
+    group_size = "auto" if dialect in FLOAT_GROUP_SIZES else 32
+    config = hessquant.Config(group_size=group_size, format=dialect, max_unquantized=1.0)
     hessquant.quantize(model, out, config, calibration=[tokens(4)])
     return str(out)
 
@@ -88,7 +91,7 @@ def measured_whole(model):
 @pytest.mark.parametrize("config", SOURCES.values(), ids=SOURCES)
 def test_a_model_and_its_checkpoints_measure_as_they_do_whole(make, text, tmp_path, config):
     model = make(config)
-    for directory in (model, *(quantized(model, tmp_path / name, name) for name in ("gptq", "compressed-tensors"))):
+    for directory in (model, *(quantized(model, tmp_path / name, name) for name in DIALECTS)):
         found, expected = hessquant.evaluate(directory, text=text, window_length=LENGTH), measured_whole(directory)
         assert (found.nll, found.tokens, found.whole) == (expected.nll, expected.tokens, "")
 

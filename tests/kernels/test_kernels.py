@@ -11,7 +11,7 @@ from tests.problems import ORDERS, random_layer
 
 from hessquant.core.factor import factorize
 from hessquant.core.gptq import sweep
-from hessquant.core.grid import decode, encode, min_max, scale_factors
+from hessquant.core.grid import E2M1, FLOAT_GRIDS, decode, encode, min_max, scale_factors, with_global_scale
 from hessquant.kernels import cpu, twin
 from hessquant.kernels.dispatch import kernels_for
 from hessquant.records import GridSpec
@@ -45,6 +45,48 @@ def test_the_fused_kernels_give_the_twins_codes_and_scales(rows, shape, order, b
     )
 
 
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 150),
+    st.sampled_from(sorted(FLOAT_GRIDS)),
+    ORDERS,
+    st.sampled_from([torch.float32, torch.float64]),
+    st.sampled_from([1e-3, 1.0, 300.0]),
+    st.integers(0, 999),
+)
+def test_the_fused_kernels_give_the_twins_codes_and_scales_of_floats(rows, name, order, dtype, size, seed):
+    weight, hessian = random_layer(rows, 64, seed)
+    weight = (size * weight).to(dtype)
+    spec = with_global_scale(FLOAT_GRIDS[name], float(weight.abs().max()))
+    factor = factorize(hessian, damping=0.01, order=order, group_width=spec.group_size)
+    given = (weight.T.contiguous(), factor.importance.to(dtype), spec, scale_factors(spec))
+    found, plain = cpu.search_scales(*given), twin.search_scales(*given)
+    assert torch.equal(found[0], plain[0])
+    assert torch.equal(found[1], plain[1])
+    # Ranges too small for some weights, so that codes meet their limits.
+    grid = min_max(0.6 * weight, spec)
+    fused, slow = (sweep(weight, factor, grid, block_size=24, kernel=of.sweep_block) for of in (cpu, twin))
+    assert torch.equal(fused, slow)
+    assert {1, 15} & set(fused.unique().tolist())
+
+
+@pytest.mark.parametrize("kernel", [twin.sweep_block, cpu.sweep_block])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_ties_between_floats_go_to_the_one_whose_last_digit_is_zero(kernel, dtype):
+    ties = torch.tensor([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]], dtype=dtype)
+    beside = [torch.nextafter(ties, torch.full_like(ties, end)) for end in (0.0, 9.0)]
+    targets = torch.cat([ties, -ties, *beside, torch.tensor([[6.9, 7.1, 1e30, -1e30]], dtype=dtype)], 1)
+    ones, group = torch.ones_like(targets), torch.zeros(1, dtype=torch.int64)
+    given = (targets, ones[:, :1].contiguous(), torch.zeros_like(targets), ones, 8 * ones, group)
+    codes, errors = kernel(*given, FLOAT_GRIDS["mxfp4"])
+    even = [0, 2, 2, 4, 4, 6, 6]
+    below, above = [0, 1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7]
+    ranks = [*even, *(-rank for rank in even), *below, *above, 7, 7, 7, -7]
+    assert (codes.int() - 8).tolist() == [ranks]
+    values = torch.tensor([E2M1[abs(rank)] * (-1 if rank < 0 else 1) for rank in ranks], dtype=dtype)
+    assert torch.equal(errors, targets - values)
+
+
 def test_the_search_takes_the_candidate_with_the_least_weighted_error():
     weight, _ = random_layer(5, 32, seed=1)
     importance = torch.rand(32, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -74,7 +116,7 @@ def test_the_sweep_leaves_what_it_is_given_as_it_was(kernel):
     ones = torch.ones(1, 3, dtype=torch.float64)
     given = (weight.T.contiguous(), lower, torch.zeros(8, 3, dtype=torch.float64), ones, 8 * ones)
     before = [tensor.clone() for tensor in given]
-    kernel(*given, torch.zeros(8, dtype=torch.int64), 15)
+    kernel(*given, torch.zeros(8, dtype=torch.int64), GridSpec(4))
     assert all(torch.equal(*pair) for pair in zip(given, before, strict=True))
 
 

@@ -1,10 +1,11 @@
 import runpy
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from hessquant.config import CLIENTS, Config
+from hessquant.config import CLIENTS, Config, Format
 from hessquant.formats.dialect import PackedWeight
 from hessquant.planning import make_plan
 from hessquant.planning.composition import PlannedCheckpoint
@@ -89,8 +90,8 @@ def test_every_client_has_one_row_per_format_and_device():
     keys = [(rule.client.name, rule.format) for rule in RULES]
     assert len(keys) == len(set(keys))
     names = {rule.client.name for rule in RULES}
-    assert {rule.format for rule in RULES} == {"gptq", "compressed-tensors", "gguf"}
-    assert len(keys) == 3 * len(names)
+    assert {rule.format for rule in RULES} == set(get_args(Format))
+    assert len(keys) == len(get_args(Format)) * len(names)
     assert names | {name.partition("-")[0] for name in names if name.endswith(("-cpu", "-gpu"))} == set(CLIENTS)
 
 

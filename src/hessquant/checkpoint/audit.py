@@ -116,7 +116,8 @@ class ScaleCheck:
             # A head that was tied to the embedding has no tensor of its own.
             named = (target.name, target.part_of, target.locations[0].parameter)
             tensor = next((name for name in named if name in names), None)
-            if tensor is not None:
+            # The scales of floats reach as far as float32.
+            if tensor is not None and not target.grid.is_float:
                 self._members.setdefault(tensor, []).append(target)
 
     def look(self, info: TensorInfo, piece: Tensor) -> None:

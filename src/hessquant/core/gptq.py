@@ -26,6 +26,7 @@ from hessquant.core.grid import (
     SweepKernel,
     count_degenerate,
     encode,
+    evened,
     min_max,
     scale_dtype,
     scale_factors,
@@ -114,7 +115,8 @@ def solve_batch(
     worse = ~(swept_loss <= nearest_loss)
     per_row = (torch.where(worse, nearest_loss, swept_loss), nearest_loss, loss_per_row(weight, working), worse)
     # Read at once: each reading waits for all that was asked of an accelerator before.
-    expected = expected_sweep_loss(swept.grid, factor), order_free_floor(swept.grid, factor)
+    even = evened(swept)
+    expected = expected_sweep_loss(even, factor), order_free_floor(even, factor)
     sums = [of.double().sum(-1) for of in per_row]
     told = torch.stack([*sums, *expected, *(of.double() for of in count_degenerate(weight, spec))])
     numbers = told.view(len(told), -1).T.tolist()
@@ -213,7 +215,7 @@ def sweep(weight: Tensor, factor: Factor, grid: Grid, *, block_size: int, kernel
         carried = lower[..., block, :start] @ errors[..., :start, :]
         within = lower[..., block, block].contiguous()
         found, errors[..., block, :] = kernel(
-            visited[..., block, :], within, carried, scales, zeros, group[..., block], grid.spec.top
+            visited[..., block, :], within, carried, scales, zeros, group[..., block], grid.spec
         )
         _by_column(codes)[picked[..., block].flatten()] = _by_column(found)
     return codes.mT.contiguous()
@@ -250,7 +252,7 @@ def dynamic_sweep(weight: Tensor, factor: Factor, spec: GridSpec, config: Config
             local = local + lower[..., block, before] @ errors[..., before, :]
             within = lower[..., block, block].contiguous()
             found, errors[..., block, :] = kernels.sweep_block(
-                visited[..., block, :], within, local, *of_group, torch.zeros_like(picked[..., block]), spec.top
+                visited[..., block, :], within, local, *of_group, torch.zeros_like(picked[..., block]), spec
             )
             _by_column(codes)[picked[..., block].flatten()] = _by_column(found)
     return QuantizedWeight(codes.mT.contiguous(), Grid(spec, scales.mT.contiguous(), zeros.mT.contiguous()))

@@ -104,7 +104,8 @@ def obq(
     """
     full_inverse = _inverse(hessian, damping)
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
-    steps = grid.scales.double().repeat_interleave(grid.spec.width(weight.shape[1]), 1)
+    widest = 2.0 if grid.spec.is_float else 1.0
+    steps = widest * grid.scales.double().repeat_interleave(grid.spec.width(weight.shape[1]), 1)
     for row in range(len(weight)):
         work, inverse, free = weight[row].double(), full_inverse, list(range(weight.shape[1]))
         of_row = Grid(grid.spec, grid.scales[row].unsqueeze(0), grid.zeros[row].unsqueeze(0))

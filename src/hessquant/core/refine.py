@@ -9,8 +9,9 @@ columns' codes, by the sweep's own kernel with H in the place of M. A block of g
 import torch
 from torch import Tensor
 
-from hessquant.core.grid import Grid, QuantizedWeight, SweepKernel
+from hessquant.core.grid import Grid, QuantizedWeight, SweepKernel, steps, storable
 from hessquant.core.working import InPieces
+from hessquant.records import GridSpec
 
 _STRIP = 4096
 """Rows of the Hessian that are made at once, where they are made."""
@@ -21,9 +22,9 @@ def descend(
 ) -> QuantizedWeight:
     """One round over all groups.
 
-    With e = w - q as of now and z a group's codes less their zeros, the group's scale becomes
-    s + (z^T H_g. e) / (z^T H_gg z), row by row, if after rounding to its dtype that is positive and lowers the
-    objective; then column j's target is w_j + (1 / H_jj) sum_{k != j} H_jk e_k.
+    With e = w - q as of now and z a group's steps (codes less their zeros, or these ranks' numbers of E2M1), the
+    group's scale becomes s + (z^T H_g. e) / (z^T H_gg z), row by row, if after rounding to what can be stored that is
+    positive and lowers the objective; then column j's target is w_j + (1 / H_jj) sum_{k != j} H_jk e_k.
 
     Args:
         weight: [..., rows, columns].
@@ -52,10 +53,11 @@ def descend(
             group, here = slice(first, first + width), slice(first - start, first - start + width)
             of_group = slice(first // width, first // width + 1)
             scale, zero = scales[..., of_group, :], zeros[..., of_group, :]
-            steps = codes[..., group, :].to(weight.dtype) - zero
-            found, change = _best_scale(scale, steps, sums[..., here, :], _product(hessian, group, group, steps))
+            taken = steps(codes[..., group, :].to(weight.dtype), zero, grid.spec)
+            products = _product(hessian, group, group, taken)
+            found, change = _best_scale(scale, taken, sums[..., here, :], products, grid.spec)
             scale.copy_(found)
-            moved = steps.mul_(-change)
+            moved = taken.mul_(-change)
             errors[..., group, :] += moved
             sums += _product(hessian, block, group, moved)
             for begin in range(first, group.stop, block_size):
@@ -70,7 +72,7 @@ def descend(
                     scale.to(weight.dtype),
                     zero,
                     torch.zeros(within.shape[:-1], dtype=torch.int64, device=weight.device),
-                    grid.spec.top,
+                    grid.spec,
                 )
                 rest = slice(piece.stop, block.stop)
                 sums[..., piece.stop - start :, :] += _product(hessian, rest, piece, errors[..., piece, :] - old)
@@ -87,20 +89,21 @@ def _product(hessian: InPieces, rows: slice, columns: slice, right: Tensor) -> T
     return product
 
 
-def _best_scale(scale: Tensor, steps: Tensor, sums: Tensor, products: Tensor) -> tuple[Tensor, Tensor]:
+def _best_scale(scale: Tensor, taken: Tensor, sums: Tensor, products: Tensor, spec: GridSpec) -> tuple[Tensor, Tensor]:
     """One group's new scales, and by how much they changed in the steps' dtype, both [..., 1, rows].
 
     Args:
-        scale: The present ones, in the stored dtype.
-        steps: Codes less their zeros, [..., width, rows].
+        scale: The present ones, as they are held.
+        taken: Steps of the codes, [..., width, rows].
         sums: H e for the group's columns, [..., width, rows].
         products: H times the steps within the group, [..., width, rows].
+        spec: Says what can be stored.
     """
-    slope = (steps * sums).sum(-2, keepdim=True)
-    curvature = (steps * products).sum(-2, keepdim=True)
-    old = scale.to(steps.dtype)
-    candidate = (old + slope / curvature).to(scale.dtype)
-    change = candidate.to(steps.dtype) - old
+    slope = (taken * sums).sum(-2, keepdim=True)
+    curvature = (taken * products).sum(-2, keepdim=True)
+    old = scale.to(taken.dtype)
+    candidate = storable(old + slope / curvature, spec)
+    change = candidate.to(taken.dtype) - old
     # Steps that are all zero give NaN, and a scale beyond its dtype an infinite loss: neither is better.
     better = (candidate > 0) & (change * (2 * slope - change * curvature) > 0)
     return torch.where(better, candidate, scale), torch.where(better, change, torch.zeros_like(change))

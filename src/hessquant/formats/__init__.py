@@ -8,10 +8,16 @@ from hessquant.formats import gguf_blocks
 from hessquant.formats.awq import Awq
 from hessquant.formats.compressed_tensors import CompressedTensors
 from hessquant.formats.dialect import Dialect, Output
+from hessquant.formats.floats import Mxfp4, Nvfp4
 from hessquant.formats.gptq import Gptq
 
-DIALECTS: Mapping[str, Dialect] = {"gptq": Gptq(), "compressed-tensors": CompressedTensors()}
-"""By names that are those of `quant_method` as well."""
+DIALECTS: Mapping[str, Dialect] = {
+    "gptq": Gptq(),
+    "compressed-tensors": CompressedTensors(),
+    "nvfp4": Nvfp4(),
+    "mxfp4": Mxfp4(),
+}
+"""By the name that `--format` takes."""
 
 READABLE: Mapping[str, Dialect] = {**DIALECTS, "awq": Awq()}
 """All that a source may be in; AWQ is not written."""
@@ -30,7 +36,12 @@ def dialect_of(described: Mapping[str, Any], known: Mapping[str, Dialect] = DIAL
         SourceError: If it is none of them.
     """
     method = described.get("quant_method")
-    for name, dialect in known.items():
-        if name == method:
-            return dialect
-    raise SourceError(f"quant_method is {method!r}; only {', '.join(known)} checkpoints can be decoded")
+    readers = [dialect for dialect in known.values() if dialect.method == method]
+    if not readers:
+        methods = dict.fromkeys(dialect.method for dialect in known.values())
+        raise SourceError(f"quant_method is {method!r}; only {', '.join(methods)} checkpoints can be decoded")
+    # Some say it of each group only; all groups are in one format, or the dialect refuses one.
+    groups = described.get("config_groups")
+    stated = [described, *(groups.values() if isinstance(groups, dict) else ())]
+    layouts = [said["format"] for said in stated if isinstance(said, dict) and isinstance(said.get("format"), str)]
+    return next((dialect for layout in layouts for dialect in readers if layout in dialect.variants), readers[0])

@@ -40,6 +40,7 @@ class Awq(Dialect):
     codes, zeros, scales, fourth = "qweight", "qzeros", "scales", ""
     fourth_size, optional = 0, ()
     transposed, always_zeros, any_groups = True, True, False
+    word, method = WORD, "awq"
 
     def read_settings(self, described: Mapping[str, Any]) -> Settings:
         """Read a `quantization_config`, whoever wrote it.

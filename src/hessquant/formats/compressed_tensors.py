@@ -26,15 +26,13 @@ from hessquant.formats.dialect import FLOATING, INTEGERS, Dialect, layout_of, ra
 from hessquant.formats.names import HEAD
 from hessquant.records import GridSpec
 
-_VARIANT, _WIDTHS = "pack-quantized", (4, 8)
-
 
 class CompressedTensors(Dialect):
-    """The compressed-tensors dialect; it has one variant."""
+    """The compressed-tensors dialect of integers; it has one variant."""
 
     title = "compressed-tensors"
-    widths = _WIDTHS
-    variants = (_VARIANT,)
+    widths: tuple[int, ...] = (4, 8)
+    variants: tuple[str, ...] = ("pack-quantized",)
     parts: ClassVar = {
         "weight_packed": INTEGERS,
         "weight_scale": FLOATING,
@@ -44,6 +42,7 @@ class CompressedTensors(Dialect):
     codes, zeros, scales, fourth = "weight_packed", "weight_zero_point", "weight_scale", "weight_shape"
     fourth_size, optional = 2, ()
     transposed, always_zeros, any_groups = False, False, False
+    word, method = WORD, "compressed-tensors"
 
     def fourth_part(self, rows: int, columns: int, grid: GridSpec) -> Tensor:
         """Rows and columns."""
@@ -98,14 +97,14 @@ class CompressedTensors(Dialect):
         if head is None:
             ignored = list(dict.fromkeys([*ignored, HEAD, *with_prefix]))
         return {
-            "quant_method": "compressed-tensors",
+            "quant_method": self.method,
             "format": variant,
             "quantization_status": "compressed",
             "config_groups": {
                 f"group_{index}": {
                     "targets": targets,
                     "format": variant,
-                    "weights": _weights(settings, config),
+                    "weights": self.stated_weights(settings, config),
                     "input_activations": None,
                     "output_activations": None,
                 }
@@ -126,7 +125,7 @@ class CompressedTensors(Dialect):
         groups = described.get("config_groups")
         if not isinstance(groups, dict) or not groups:
             raise SourceError("quantization_config has no config_groups")
-        found = [_group(group, f"config_groups.{key}", described.get("format")) for key, group in groups.items()]
+        found = [self._group(group, f"config_groups.{key}", described.get("format")) for key, group in groups.items()]
         ignored = _patterns(described.get("ignore") or [], "ignore")
 
         def module(name: str) -> Stated:
@@ -139,7 +138,58 @@ class CompressedTensors(Dialect):
                         return settings
             return None
 
-        return Settings(_VARIANT, (Reading("vLLM, SGLang and transformers", module, by_made_names=True),))
+        return Settings(self.variants[0], (Reading("vLLM, SGLang and transformers", module, by_made_names=True),))
+
+    def stated_weights(self, settings: GridSpec, config: Config | None) -> dict[str, Any]:
+        """What a group says of how its weights are quantized."""
+        # compressed-tensors 0.13 to 0.15 refuse any order where there is one group per row, though it changes nothing.
+        grouped = settings.group_size != -1
+        ordered = grouped and config is not None and config.order == "activation"
+        return {
+            "num_bits": settings.bits,
+            "type": "int",
+            "symmetric": settings.symmetric,
+            "strategy": "group" if grouped else "channel",
+            "group_size": settings.group_size if grouped else None,
+            "block_structure": None,
+            "dynamic": False,
+            "actorder": "static" if ordered else None,
+            "observer": "minmax",
+            "observer_kwargs": {},
+        }
+
+    def read_weights(self, weights: Mapping[str, Any], where: str) -> GridSpec:
+        """The grid of which a group says that.
+
+        Raises:
+            SourceError: If it cannot be decoded.
+        """
+        if weights.get("type") != "int":
+            raise SourceError(f"{where}: weights are not integers")
+        bits, strategy, group_size = weights.get("num_bits"), weights.get("strategy"), weights.get("group_size")
+        if type(bits) is not int or bits not in self.widths:
+            raise SourceError(f"{where}: num_bits is {bits!r}; known are {', '.join(map(str, self.widths))}")
+        if strategy == "channel":
+            group_size = -1
+        elif strategy != "group" or type(group_size) is not int or not 0 < group_size < LARGEST_GROUP:
+            raise SourceError(f"{where}: strategy {strategy!r} with group_size {group_size!r} cannot be decoded")
+        return GridSpec(bits, group_size, bool(weights.get("symmetric", True)))
+
+    def _group(self, group: Any, where: str, layout: Any) -> tuple[list[str], GridSpec]:
+        """What a group says: of which modules, and how they are quantized."""
+        if not isinstance(group, dict):
+            raise SourceError(f"{where} is a {type(group).__name__}, not an object")
+        patterns = _patterns(group.get("targets"), f"{where}.targets")
+        weights, layout = group.get("weights"), group.get("format") or layout
+        if layout not in self.variants:
+            raise SourceError(f"{where}: format is {layout!r}; only {self.variants[0]} can be decoded")
+        if not isinstance(weights, dict):
+            raise SourceError(f"{where}: weights are a {type(weights).__name__}, not an object")
+        if group.get("input_activations") or group.get("output_activations"):
+            raise SourceError(f"{where}: activations are quantized too, which cannot be decoded")
+        if weights.get("actorder") == "group":
+            raise SourceError(f"{where}: actorder is 'group', a permutation of the inputs, which cannot be decoded")
+        return patterns, self.read_weights(weights, where)
 
 
 def _named(description: Description, settings: Stated) -> list[str]:
@@ -153,24 +203,6 @@ def _named(description: Description, settings: Stated) -> list[str]:
     return list(dict.fromkeys(name for module in chosen for name in module.known))
 
 
-def _weights(settings: GridSpec, config: Config | None) -> dict[str, Any]:
-    # compressed-tensors 0.13 to 0.15 refuse any order where there is one group per row, though it changes nothing.
-    grouped = settings.group_size != -1
-    ordered = grouped and config is not None and config.order == "activation"
-    return {
-        "num_bits": settings.bits,
-        "type": "int",
-        "symmetric": settings.symmetric,
-        "strategy": "group" if grouped else "channel",
-        "group_size": settings.group_size if grouped else None,
-        "block_structure": None,
-        "dynamic": False,
-        "actorder": "static" if ordered else None,
-        "observer": "minmax",
-        "observer_kwargs": {},
-    }
-
-
 def _patterns(value: Any, where: str) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise SourceError(f"{where} is not a list of names")
@@ -178,30 +210,6 @@ def _patterns(value: Any, where: str) -> list[str]:
         if pattern.startswith("re:"):
             compiled(pattern.removeprefix("re:"), where)
     return value
-
-
-def _group(group: Any, where: str, layout: Any) -> tuple[list[str], GridSpec]:
-    """What a group says: of which modules, and how they are quantized."""
-    if not isinstance(group, dict):
-        raise SourceError(f"{where} is a {type(group).__name__}, not an object")
-    patterns = _patterns(group.get("targets"), f"{where}.targets")
-    weights, layout = group.get("weights"), group.get("format") or layout
-    if layout != _VARIANT:
-        raise SourceError(f"{where}: format is {layout!r}; only {_VARIANT} can be decoded")
-    if not isinstance(weights, dict) or weights.get("type") != "int":
-        raise SourceError(f"{where}: weights are not integers")
-    if group.get("input_activations") or group.get("output_activations"):
-        raise SourceError(f"{where}: activations are quantized too, which cannot be decoded")
-    bits, strategy, group_size = weights.get("num_bits"), weights.get("strategy"), weights.get("group_size")
-    if type(bits) is not int or bits not in _WIDTHS:
-        raise SourceError(f"{where}: num_bits is {bits!r}; known are {', '.join(map(str, _WIDTHS))}")
-    if weights.get("actorder") == "group":
-        raise SourceError(f"{where}: actorder is 'group', a permutation of the inputs, which cannot be decoded")
-    if strategy == "channel":
-        group_size = -1
-    elif strategy != "group" or type(group_size) is not int or not 0 < group_size < LARGEST_GROUP:
-        raise SourceError(f"{where}: strategy {strategy!r} with group_size {group_size!r} cannot be decoded")
-    return patterns, GridSpec(bits, group_size, bool(weights.get("symmetric", True)))
 
 
 def _matches(pattern: str, name: str) -> bool:

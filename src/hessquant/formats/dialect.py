@@ -26,6 +26,8 @@ INTEGERS, FLOATING = ("I32",), ("F16", "BF16", "F32")
 """Dtypes that packed numbers are read in, and scales; the first is written."""
 
 _DTYPES = {
+    torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3",
     torch.int32: "I32",
     torch.int64: "I64",
     torch.float16: "F16",
@@ -53,6 +55,13 @@ class Output(Protocol):
     def packed_bytes(self, rows: int, columns: int, grid: GridSpec) -> int:
         """Bytes of a weight that has no such fault."""
 
+    def stored_scales(self, grid: Grid) -> Tensor:
+        """Scales as they are written, on the CPU.
+
+        Raises:
+            CheckpointError: If that does not hold them exactly.
+        """
+
 
 class Dialect(Output, Protocol):
     """One dialect. It takes parts by their short names ("scales"), never by the module's.
@@ -71,6 +80,8 @@ class Dialect(Output, Protocol):
         transposed: Whether the first three are stored with the inputs or groups first.
         always_zeros: Whether symmetric weights have a part of zeros, too.
         any_groups: Whether weights are read with other numbers of groups than the group size makes.
+        word: Bits of the numbers that codes are packed in.
+        method: `quant_method` in a config that is in it.
     """
 
     title: str
@@ -86,9 +97,13 @@ class Dialect(Output, Protocol):
     transposed: bool
     always_zeros: bool
     any_groups: bool
+    word: int
+    method: str
 
     def target_fault(self, rows: int, columns: int, grid: GridSpec) -> str | None:
         """Why a weight has no form in it, in one sentence; None if it has one."""
+        if grid.is_float:
+            return f"the {self.title} format holds integers, not {grid}; quantize anew for it"
         if grid.bits not in self.widths:
             known = ", ".join(map(str, self.widths))
             return f"the {self.title} format has no readers for {grid.bits} bits; choose one of {known}"
@@ -148,13 +163,17 @@ class Dialect(Output, Protocol):
         """
         (rows, columns), grid, zeros = weight.codes.shape, weight.grid.spec, weight.grid.zeros
         refuse(self.target_fault(rows, columns, grid))
-        made = {self.codes: pack_lines(weight.codes.T, grid.bits).T, self.scales: half_scales(weight.grid.scales)}
+        made = {self.codes: pack_lines(weight.codes.T, grid.bits).T, self.scales: self.stored_scales(weight.grid)}
         if self._has_zeros(grid):
             made[self.zeros] = pack_lines(self.stored_zeros(zeros, variant), grid.bits)
         elif bool((zeros != grid.middle).any()):
             raise CheckpointError(f"a symmetric weight has zeros other than {grid.middle}")
         made = {part: (tensor.T if self.transposed else tensor).contiguous() for part, tensor in made.items()}
         return made | {self.fourth: self.fourth_part(rows, columns, grid)}
+
+    def stored_scales(self, grid: Grid) -> Tensor:
+        """Scales in float16, on the CPU."""
+        return half_scales(grid.scales)
 
     def stored_zeros(self, zeros: Tensor, variant: str) -> Tensor:
         """Zeros uint8 as the variant stores them.
@@ -178,7 +197,7 @@ class Dialect(Output, Protocol):
             if dtype not in self.parts[part] or len(shape) != (1 if part == self.fourth else 2):
                 return f"{part} is {dtype} {list(shape)}, not {' or '.join(self.parts[part])} of the right rank"
         (rows, words), (_, groups) = (self._turned(parts[part][1]) for part in (self.codes, self.scales))
-        columns, left = divmod(words * WORD, grid.bits)
+        columns, left = divmod(words * self.word, grid.bits)
         if left:
             return f"{self.codes} has {words} words per row, which do not hold whole codes of {grid.bits} bits"
         said = f"{groups} groups" if self.any_groups else f"group size {grid.group_size}"
@@ -194,7 +213,7 @@ class Dialect(Output, Protocol):
     def weight_shape(self, parts: Layout, grid: GridSpec) -> tuple[int, int]:
         """Rows and columns of a weight whose parts have no `layout_fault`; columns that fill no word count as full."""
         rows, words = self._turned(parts[self.codes][1])
-        return rows, words * WORD // grid.bits
+        return rows, words * self.word // grid.bits
 
     def dequantize(self, parts: Mapping[str, Tensor], grid: GridSpec, variant: str) -> Tensor:
         """Decode one weight to float32 [rows, columns], whoever wrote it.
@@ -253,7 +272,7 @@ class Dialect(Output, Protocol):
 
     def _shapes(self, rows: int, columns: int, groups: int, grid: GridSpec) -> dict[str, tuple[int, ...]]:
         """Shapes of all parts; numbers that fill no word are padded."""
-        words, zero_words = (-(-count * grid.bits // WORD) for count in (columns, rows))
+        words, zero_words = (-(-count * grid.bits // self.word) for count in (columns, rows))
         return {
             self.codes: self._turned((rows, words)),
             self.zeros: self._turned((zero_words, groups)),

@@ -20,7 +20,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from hessquant.core.grid import QuantizedWeight
+from hessquant.core.grid import Grid, QuantizedWeight
 from hessquant.errors import CheckpointError
 from hessquant.formats.bits import half_scales
 from hessquant.formats.dialect import ragged, refuse
@@ -47,6 +47,8 @@ def block_type(grid: GridSpec) -> GGMLQuantizationType:
 def target_fault(rows: int, columns: int, grid: GridSpec) -> str | None:
     """Why a weight has no GGUF form, in one sentence; None if it has one."""
     bits, group_size = grid.bits, grid.group_size
+    if grid.is_float:
+        return f"our GGUF files hold integers, not {grid}; quantize anew for it"
     if not 2 <= bits <= 8:
         return f"GGUF has no blocks for {bits} bits; choose 2 to 8"
     if bits == 8 and not grid.symmetric:
@@ -61,6 +63,15 @@ def target_fault(rows: int, columns: int, grid: GridSpec) -> str | None:
 def packed_bytes(rows: int, columns: int, grid: GridSpec) -> int:
     """Bytes of a weight that has no `target_fault`."""
     return rows * columns // BLOCK * int(GGML_QUANT_SIZES[block_type(grid)][1])
+
+
+def stored_scales(grid: Grid) -> Tensor:
+    """Scales in float16, on the CPU.
+
+    Raises:
+        CheckpointError: If it does not hold them exactly.
+    """
+    return half_scales(grid.scales)
 
 
 def pack(weight: QuantizedWeight, kind: GGMLQuantizationType | None = None) -> Tensor:
@@ -79,7 +90,7 @@ def pack(weight: QuantizedWeight, kind: GGMLQuantizationType | None = None) -> T
     grid, (rows, columns) = weight.grid.spec, weight.codes.shape
     refuse(target_fault(rows, columns, grid))
     kind, repeats = kind or block_type(grid), grid.width(columns) // BLOCK
-    scales = half_scales(weight.grid.scales).repeat_interleave(repeats, dim=1)
+    scales = stored_scales(weight.grid).repeat_interleave(repeats, dim=1)
     zeros = weight.grid.zeros.to(torch.int16).repeat_interleave(repeats, dim=1)
     integers = weight.codes.reshape(rows, -1, BLOCK).to(torch.int16) - zeros.unsqueeze(-1)
     half = 1 << (BLOCK_TYPES[kind] - 1)

@@ -21,6 +21,7 @@ from torch import Tensor
 from hessquant.config import Config
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError, SourceError
+from hessquant.formats.bits import WORD
 from hessquant.formats.described import (
     LARGEST_GROUP,
     Description,
@@ -52,6 +53,7 @@ class Gptq(Dialect):
     codes, zeros, scales, fourth = "qweight", "qzeros", "scales", "g_idx"
     fourth_size, optional = 0, ("g_idx",)
     transposed, always_zeros, any_groups = True, True, True
+    word, method = WORD, "gptq"
 
     def choose_variant(self, weights: Iterable[QuantizedWeight]) -> str:
         """v1 for symmetric weights; v2 otherwise.

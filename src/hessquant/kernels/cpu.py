@@ -5,6 +5,7 @@ No fast-math: fused multiply-adds would round once where `twin` rounds twice, an
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numba
 import numpy as np
@@ -18,7 +19,7 @@ _TILE = 64
 
 
 def sweep_block(
-    weight: Tensor, lower: Tensor, carried: Tensor, scales: Tensor, zeros: Tensor, group: Tensor, top: int
+    weight: Tensor, lower: Tensor, carried: Tensor, scales: Tensor, zeros: Tensor, group: Tensor, spec: GridSpec
 ) -> tuple[Tensor, Tensor]:
     """`twin.sweep_block` on CPU tensors."""
     with _torch_threads():
@@ -29,7 +30,7 @@ def sweep_block(
             scales.numpy(),
             zeros.numpy(),
             group.numpy(),
-            weight.new_tensor(top).numpy()[()],
+            _top(spec, weight),
         )
     return torch.from_numpy(codes), torch.from_numpy(errors)
 
@@ -54,11 +55,16 @@ def search_scales(
             scales.to(weight.dtype).numpy(),
             zeros.numpy(),
             width,
-            weight.new_tensor(spec.top).numpy()[()],
+            _top(spec, weight),
             best.numpy(),
         )
     chosen = best.unsqueeze(0)
     return scales.gather(0, chosen)[0], zeros.gather(0, chosen)[0]
+
+
+def _top(spec: GridSpec, weight: Tensor) -> Any:
+    """The largest code, in the weight's dtype; None for a float grid, so that numba compiles the loops for each."""
+    return None if spec.is_float else weight.new_tensor(spec.top).numpy()[()]
 
 
 @contextmanager
@@ -71,6 +77,21 @@ def _torch_threads() -> Iterator[None]:
     finally:
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
+
+
+@numba.njit(cache=True)
+def _nearest(ratio, zero, top):  # type: ignore[no-untyped-def]
+    """The code nearest to a weight over its scale, and its step; see `hessquant.core.grid.nearest` and `steps`."""
+    real = type(zero)
+    if top is None:
+        size = abs(ratio)
+        rank = min(
+            min(np.rint(size * real(2)), np.rint(size) + real(2)), min(np.rint(size * real(0.5)) + real(4), real(7))
+        )
+        step = max(max(rank * real(0.5), rank - real(2)), rank * real(2) - real(8))
+        return zero + np.copysign(rank, ratio), np.copysign(step, ratio)
+    code = min(max(np.rint(ratio) + zero, real(0)), top)
+    return code, code - zero
 
 
 @numba.njit(parallel=True, cache=True)
@@ -96,10 +117,9 @@ def _sweep_block(weight, lower, carried, scales, zeros, group, top):  # type: ig
                 w = weight[j, first + r]
                 scale = scales[g, first + r]
                 zero = zeros[g, first + r]
-                code = np.rint((w + total[r] * inverse) / scale) + zero
-                code = min(max(code, weight.dtype.type(0)), top)
+                code, step = _nearest((w + total[r] * inverse) / scale, zero, top)
                 codes[j, first + r] = np.uint8(code)
-                error = w - scale * (code - zero)
+                error = w - scale * step
                 local[j, r] = error
                 errors[j, first + r] = error
     return codes, errors
@@ -121,9 +141,8 @@ def _search_scales(weight, column_weights, scales, zeros, width, top, best):  # 
                     w = weight[j, first + r]
                     scale = scales[f, g, first + r]
                     zero = weight.dtype.type(zeros[f, g, first + r])
-                    code = np.rint(w / scale) + zero
-                    code = min(max(code, weight.dtype.type(0)), top)
-                    error = w - scale * (code - zero)
+                    _, step = _nearest(w / scale, zero, top)
+                    error = w - scale * step
                     loss[r] += importance * (error * error)
             for r in range(count):
                 if loss[r] < least[r]:

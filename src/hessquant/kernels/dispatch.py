@@ -7,10 +7,10 @@ from hessquant.config import AUTO_GROUP_SIZES, Config
 from hessquant.core import gptq
 from hessquant.core.factor import factorize
 from hessquant.core.gptq import Kernels, Solution
+from hessquant.core.grid import spec_for, with_global_scale
 from hessquant.errors import GridError
 from hessquant.kernels import cpu, twin
 from hessquant.place import HOST, has_triton
-from hessquant.records import GridSpec
 
 _TWIN = Kernels(twin.sweep_block, twin.search_scales)
 _CPU = Kernels(cpu.sweep_block, cpu.search_scales)
@@ -40,8 +40,9 @@ def solve(weight: Tensor, hessian: Tensor, config: Config | None = None) -> Solu
     Args:
         weight: [rows, columns], floating; computed in float32, or float64 if it is float64.
         hessian: [columns, columns], symmetric; its scale does not matter.
-        config: bits, group_size, symmetric, order, scales, scale_search, damping and block_size are read. A group size
-            of "auto" is the largest of 128, 64, 32 that divides the columns, or one group per row.
+        config: bits, group_size, symmetric, order, scales, scale_search, damping and block_size are read, and of the
+            format whether its weights are floats. A group size of "auto" is then the format's, else the largest of
+            128, 64, 32 that divides the columns, or one group per row.
 
     Returns:
         Codes, scales and zeros, and the losses.
@@ -63,7 +64,7 @@ def solve(weight: Tensor, hessian: Tensor, config: Config | None = None) -> Solu
     columns = weight.shape[1]
     automatic = next((size for size in AUTO_GROUP_SIZES if columns % size == 0), -1)
     group_size = automatic if config.group_size == "auto" else config.group_size
-    spec = GridSpec(config.bits, group_size, config.symmetric)
+    spec = with_global_scale(spec_for(config, group_size), float(weight.abs().max()) if weight.numel() else 0.0)
     factor = factorize(
         hessian,
         damping=config.damping,

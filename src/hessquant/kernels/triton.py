@@ -27,11 +27,11 @@ _CANDIDATES = 1 << 24
 
 
 def sweep_block(
-    weight: Tensor, lower: Tensor, carried: Tensor, scales: Tensor, zeros: Tensor, group: Tensor, top: int
+    weight: Tensor, lower: Tensor, carried: Tensor, scales: Tensor, zeros: Tensor, group: Tensor, spec: GridSpec
 ) -> tuple[Tensor, Tensor]:
     """`twin.sweep_block` on tensors of one device that Triton compiles for.
 
-    All but `top` may have one more dimension in front: as many weights of one shape, swept in one launch.
+    All but `spec` may have one more dimension in front: as many weights of one shape, swept in one launch.
     """
     width, rows = weight.shape[-2:]
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
@@ -41,7 +41,7 @@ def sweep_block(
     programs = weight[..., 0, 0].numel() * triton.cdiv(rows, _SWEPT.value)
     # Triton compiles for, and launches on, the current device.
     with torch.accelerator.device_index(weight.device.index):
-        _sweep_block[programs,](inputs, (codes, errors), width, rows, scales.shape[-2], top, **_SWEEP)
+        _sweep_block[programs,](inputs, (codes, errors), width, rows, scales.shape[-2], _top(spec), **_SWEEP)
     return codes, errors
 
 
@@ -75,9 +75,14 @@ def _best_of(members: Tensor, importance: Tensor, spec: GridSpec, factors: tuple
     inputs = tuple(tensor.contiguous() for tensor in (members, importance, scales, zeros))
     programs, size = groups * triton.cdiv(rows, _SEARCHED.value), triton.next_power_of_2(len(factors))
     with torch.accelerator.device_index(low.device.index):
-        _search_scales[programs,](inputs, best, width, rows, len(factors), spec.top, size, **_SEARCH)
+        _search_scales[programs,](inputs, best, width, rows, len(factors), _top(spec), size, **_SEARCH)
     chosen = best.unsqueeze(0)
     return scales.gather(0, chosen)[0], zeros.gather(0, chosen)[0]
+
+
+def _top(spec: GridSpec) -> int | None:
+    """The largest code; None for a float grid, so that Triton compiles the loops for each."""
+    return None if spec.is_float else spec.top
 
 
 @triton.jit
@@ -145,15 +150,25 @@ def _search_scales(inputs, best, width, rows, factors, top, SIZE: tl.constexpr):
 
 @triton.jit
 def _rounded(weight, target, scale, zero, top):  # type: ignore[no-untyped-def]
-    """The code nearest to a target, and what is then left of the weight.
+    """The code nearest to a target, and what is then left of the weight; see `hessquant.core.grid.nearest`.
 
     To add and subtract 1.5 * 2^23 (2^52 in float64), which has no digits after the point to spare, rounds to the
     nearest integer, ties to even. From 2^22 on it may be off, where every code is at its limit.
     """
     large: tl.constexpr = 6755399441055744.0 if weight.dtype == tl.float64 else 12582912.0
-    steps = (_over(target, scale) + large) - large
-    code = tl.minimum(tl.maximum(steps + zero, 0.0), top)
-    return code, weight - scale * (code - zero)
+    ratio = _over(target, scale)
+    if top is None:
+        size = tl.abs(ratio)
+        rank = tl.minimum((2.0 * size + large) - large, (size + large) - large + 2.0)
+        rank = tl.minimum(rank, tl.minimum((0.5 * size + large) - large + 4.0, 7.0))
+        step = tl.maximum(tl.maximum(0.5 * rank, rank - 2.0), 2.0 * rank - 8.0)
+        sign = tl.where(ratio < 0.0, -1.0, 1.0).to(weight.dtype)
+        code = zero + sign * rank
+        step *= sign
+    else:
+        code = tl.minimum(tl.maximum((ratio + large) - large + zero, 0.0), top)
+        step = code - zero
+    return code, weight - scale * step
 
 
 @triton.jit

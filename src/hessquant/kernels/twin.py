@@ -7,12 +7,12 @@ codes agree exactly, not just nearly.
 import torch
 from torch import Tensor
 
-from hessquant.core.grid import affine, candidates
+from hessquant.core.grid import affine, candidates, nearest, steps
 from hessquant.records import GridSpec
 
 
 def sweep_block(
-    weight: Tensor, lower: Tensor, carried: Tensor, scales: Tensor, zeros: Tensor, group: Tensor, top: int
+    weight: Tensor, lower: Tensor, carried: Tensor, scales: Tensor, zeros: Tensor, group: Tensor, spec: GridSpec
 ) -> tuple[Tensor, Tensor]:
     """Round the columns of one block in turn, each error entering the columns after it.
 
@@ -23,7 +23,7 @@ def sweep_block(
         scales: [groups, rows].
         zeros: [groups, rows], same dtype as the scales.
         group: int64 [width], each column's group.
-        top: Largest code.
+        spec: What codes stand for.
 
     Returns:
         Codes, uint8, and errors w - q, both [width, rows].
@@ -39,9 +39,9 @@ def sweep_block(
     for j in range(weight.shape[-2]):
         scale, zero = scales[..., j, :], zeros[..., j, :]
         target = weight[..., j, :] + total[..., j, :] * inverses[..., j, :]
-        code = (torch.round(target / scale) + zero).clamp(0, top)
+        code = nearest(target / scale, zero, spec)
         codes[..., j, :] = code
-        errors[..., j, :] = weight[..., j, :] - scale * (code - zero)
+        errors[..., j, :] = weight[..., j, :] - scale * steps(code, zero, spec)
         total[..., j + 1 :, :] += lower[..., j + 1 :, j, None] * errors[..., j, None, :]
     return codes, errors
 
@@ -73,8 +73,7 @@ def search_scales(
     best_scales, best_zeros = affine(low, high, spec)
     for scales, zeros in candidates(low, high, spec, factors):
         scale, zero = scales.to(weight.dtype).unsqueeze(1), zeros.to(weight.dtype).unsqueeze(1)
-        code = (torch.round(members / scale) + zero).clamp(0, spec.top)
-        error = members - scale * (code - zero)
+        error = members - scale * steps(nearest(members / scale, zero, spec), zero, spec)
         loss = torch.zeros_like(low)
         for term in (importance * (error * error)).unbind(1):
             loss += term

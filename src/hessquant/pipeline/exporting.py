@@ -17,7 +17,7 @@ from hessquant.checkpoint.unpacked import UnpackedCheckpoint
 from hessquant.config import Config
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError, ConfigError, PlanError, SourceError
-from hessquant.formats.bits import half_scales
+from hessquant.formats import OUTPUTS
 from hessquant.formats.names import module_of
 from hessquant.models.source import ModelSource, title_of
 from hessquant.pipeline.publishing import REPORTS, digest, draft_of, refuse_form, report_in, write_verified
@@ -131,7 +131,7 @@ def _refuse_inexact(weights: Mapping[str, QuantizedWeight], config: Config, prog
     progress.stage("read", len(weights))
     for name in weights:
         try:
-            half_scales(weights[name].grid.scales)
+            OUTPUTS[config.format].stored_scales(weights[name].grid)
         except CheckpointError as error:
             named = str(error).removeprefix(f"{module_of(name)}: ")
             raise PlanError(f"{name} cannot be written as {config.format}: {named}") from error

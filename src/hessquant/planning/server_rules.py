@@ -261,5 +261,74 @@ _GGUF = (
     ),
 )
 
-RULES = (*_GPTQ, *(replace(rule, format="compressed-tensors") for rule in _COMPRESSED_TENSORS), *_GGUF)
+# Weights of these formats have one group size and no zeros: there is nothing else to list.
+_NVFP4_GPU = replace(
+    _VLLM_GPU,
+    format="nvfp4",
+    evidence=_read(
+        "vLLM 0.32.0, layers/quantization/compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py, "
+        "kernels/linear/nvfp4/marlin.py"
+    ),
+    symmetric=frozenset({4}),
+    group_sizes=None,
+    mixed={},
+    note="as weights of 4 bits with activations of 16, by Marlin on most GPUs; never run here",
+)
+_NVFP4 = (
+    Rule(_VLLM_ON_CPU, "nvfp4", _NVFP4_GPU.evidence, note="has kernels for 4-bit floats on GPUs only"),
+    _NVFP4_GPU,
+    Rule(
+        _TRANSFORMERS,
+        "nvfp4",
+        Evidence(
+            "measured", "run here on 3 December 2026: transformers 5.24.0, compressed-tensors 0.20.1 on CPU", _LLAMA
+        ),
+        symmetric=frozenset({4}),
+        dtypes="float16, bfloat16",
+        note="needs compressed-tensors 0.20, and dequantizes all weights",
+    ),
+    replace(
+        _NVFP4_GPU,
+        client=_SGLANG,
+        evidence=_read(
+            "SGLang 0.5.23, srt/layers/quantization/compressed_tensors/schemes/compressed_tensors_w4a16_nvfp4.py"
+        ),
+        fuses="sglang",
+        unquantized=SGLANG_UNQUANTIZED,
+    ),
+    Rule(_LLAMA_CPP, "nvfp4", _LLAMA_CPP_GPTQ.evidence, note="reads GGUF only; quantize anew with --format gguf"),
+)
+_MXFP4_OF = {
+    "vllm-gpu": {
+        "evidence": _read(
+            "vLLM 0.32.0, layers/quantization/compressed_tensors/schemes/compressed_tensors_w4a4_mxfp4.py, "
+            "kernels/linear/mxfp4/marlin.py"
+        ),
+        "note": "with activations of 16 bits by Marlin; on Blackwell with FlashInfer it rounds these to 4-bit floats "
+        "as well; never run here",
+    },
+    "sglang": {
+        "evidence": _read(
+            "SGLang 0.5.23, srt/layers/quantization/compressed_tensors/compressed_tensors.py: _get_scheme_from_parts"
+        ),
+        "symmetric": frozenset[int](),
+        "note": "its source has mxfp4 for experts only",
+    },
+}
+_MXFP4 = tuple(
+    replace(
+        rule,
+        format="mxfp4",
+        **_MXFP4_OF.get(rule.client.name, {}),  # type: ignore[arg-type]
+    )
+    for rule in _NVFP4
+)
+
+RULES = (
+    *_GPTQ,
+    *(replace(rule, format="compressed-tensors") for rule in _COMPRESSED_TENSORS),
+    *_GGUF,
+    *_NVFP4,
+    *_MXFP4,
+)
 """Every client has one row per format and device."""

@@ -3,15 +3,15 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, product
-from typing import get_args
+from typing import Any, get_args
 
-from hessquant.config import Format
+from hessquant.config import FLOAT_GROUP_SIZES, Format
 from hessquant.errors import ServeError
 from hessquant.formats import OUTPUTS
 from hessquant.planning.composition import PlannedCheckpoint
 from hessquant.planning.server_rules import RULES
 from hessquant.planning.servers import judge
-from hessquant.records import ServerVerdict, Target
+from hessquant.records import GridSpec, ServerVerdict, Target
 
 _REMEDIES_SHOWN = 3
 _TRIED: dict[str, tuple[int, ...]] = {"symmetric": (True, False), "bits": (4, 8, 3, 2), "group_size": (128, 64, 32, -1)}
@@ -56,7 +56,7 @@ def remedies(client: str, output_format: str, checkpoint: PlannedCheckpoint) -> 
         opening: dict[tuple[str, ...], str] = {}
         for other_format, changes in _candidates(output_format, targets, count):
             kind = (other_format, *changes)
-            changed = [replace(target, grid=replace(target.grid, **changes)) for target in targets]  # type: ignore[arg-type]
+            changed = [replace(target, grid=_changed(target.grid, other_format, changes)) for target in targets]
             opens = _holds(other_format, changed) and (
                 judge(rules[other_format], replace(checkpoint, targets=changed)).opens == "yes"
             )
@@ -72,11 +72,20 @@ def _candidates(output_format: str, targets: Sequence[Target], count: int) -> It
 
     Some are as planned already; then fewer changes do, and were tried before.
     """
-    for other_format in (output_format, *(name for name in get_args(Format) if name != output_format)):
+    # To go over to floats is no small change.
+    others = (name for name in get_args(Format) if name not in (output_format, *FLOAT_GROUP_SIZES))
+    for other_format in (output_format, *others):
         settings = count - (other_format != output_format)
         for names in combinations(_TRIED, settings):
             for values in product(*(_nearest_first(name, targets[0]) for name in names)):
                 yield other_format, dict(zip(names, values, strict=True))
+
+
+def _changed(planned: GridSpec, output_format: str, changes: dict[str, Any]) -> GridSpec:
+    """Settings for another format, which holds integers where it is another, with these changes."""
+    if planned.is_float and output_format not in FLOAT_GROUP_SIZES:
+        planned = GridSpec(planned.bits, planned.group_size)
+    return replace(planned, **changes)
 
 
 def _nearest_first(name: str, planned: Target) -> list[int]:

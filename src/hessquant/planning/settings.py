@@ -5,7 +5,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hessquant.config import AUTO_GROUP_SIZES, Config, Override
+from hessquant.config import AUTO_GROUP_SIZES, FLOAT_GROUP_SIZES, Config, Override
+from hessquant.core.grid import spec_for
 from hessquant.errors import GroupSizeError, PatternError, PlanError
 from hessquant.formats import OUTPUTS
 from hessquant.formats.dialect import PackedWeight
@@ -39,7 +40,7 @@ def assign_settings(
     """
     changes = _changes([product.name for product in chosen], names, config.overrides)
     group_size = _group_size([p for p in chosen if "group_size" not in changes[p.name]], blocks, config)
-    common = GridSpec(config.bits, group_size, config.symmetric)
+    common = spec_for(config, group_size)
     settings = {name: replace(common, **change) for name, change in changes.items()}
     _refuse_ragged(chosen, settings, blocks, config)
     _refuse_uneven_sets(chosen, settings)
@@ -67,9 +68,10 @@ def _changes(
 
 
 def _group_size(products: Sequence[ProbedProduct], blocks: Sequence[str], config: Config) -> int:
-    """The group size asked for, or the largest of 128, 64, 32 that divides all inputs."""
-    if config.group_size != "auto":
-        return config.group_size
+    """The group size asked for or that of the format, or the largest of 128, 64, 32 that divides all inputs."""
+    asked_for = FLOAT_GROUP_SIZES.get(config.format, config.group_size)
+    if asked_for != "auto":
+        return asked_for
     fitting = _auto_group_size(products)
     if fitting is None:
         tried = ", ".join(map(str, AUTO_GROUP_SIZES))
@@ -97,7 +99,7 @@ def _refuse_ragged(
     if not ragged:
         return
     sizes = " or ".join(map(str, sorted({size for _, size in ragged})))
-    advice = _WITHOUT_GROUPS
+    advice = "--exclude PATTERN to leave them out" if config.format in FLOAT_GROUP_SIZES else _WITHOUT_GROUPS
     fitting = _auto_group_size(chosen)
     if fitting is not None:
         reach, _ = tensor_parallel(PackedWeight(p.rows, p.columns, GridSpec(config.bits, fitting)) for p in chosen)

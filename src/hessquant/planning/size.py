@@ -28,8 +28,6 @@ LIBRARIES = 380_000_000
 DRIVER = 2_000_000_000
 """What an accelerator's driver and libraries take of the host's memory, and of its own: from reports, not measured."""
 
-_SCALE_BITS = 16
-
 _LARGEST, _SMALLEST = 40, 26
 """Sizes that are proposed for activations: powers of two from 1 TiB to 64 MiB, and none."""
 
@@ -37,11 +35,11 @@ _Change = tuple[str, Config]
 
 
 def bits_per_weight(targets: Iterable[Target]) -> float:
-    """Mean bits of a quantized weight: its code, and its share of a float16 scale and a zero of as many bits."""
+    """Mean bits of a quantized weight: its code, and its share of a scale and, if there are zeros, of one."""
     bits = weights = 0
     for target in targets:
         weights += target.rows * target.columns
-        bits += target.rows * (target.columns * target.grid.bits + target.groups * (_SCALE_BITS + target.grid.bits))
+        bits += target.rows * (target.columns * target.grid.bits + target.groups * target.grid.bits_per_group)
     return bits / weights
 
 

@@ -62,6 +62,8 @@ def format_grid(grid: GridSpec) -> str:
     >>> format_grid(GridSpec(4, symmetric=False))
     '4-bit asymmetric'
     """
+    if grid.is_float:
+        return "4-bit float"
     return f"{grid.bits}-bit {'symmetric' if grid.symmetric else 'asymmetric'}"
 
 

@@ -16,13 +16,14 @@ from hessquant.core.batch import alike
 from hessquant.core.experts import pooled, shrink
 from hessquant.core.factor import Factor, effective_rank, factorize
 from hessquant.core.gptq import Solution
-from hessquant.core.grid import QuantizedWeight
+from hessquant.core.grid import QuantizedWeight, with_global_scale
 from hessquant.core.hessian import HessianStatistics, hessian
 from hessquant.errors import FactorizationError, GridError, NonFiniteError
+from hessquant.formats.fused import sets_among
 from hessquant.kernels.dispatch import kernels_for
 from hessquant.place import HOST, Place
 from hessquant.planning.work import at_once
-from hessquant.records import Target
+from hessquant.records import GridSpec, Target
 from hessquant.results import LayerRecord
 from hessquant.run.weights import matrix_at, write_values
 
@@ -71,6 +72,7 @@ class TargetSolver:
     ) -> None:
         self._targets = {target.name: target for target in targets}
         self._parameters, self._config, self._on_layer = parameters, config, on_layer
+        self._fused, self._largest = _fused_with(self._targets), dict[str, float]()
         self.quantized: dict[str, QuantizedWeight] = {}
         self.records: list[LayerRecord] = []
 
@@ -134,7 +136,7 @@ class TargetSolver:
             by_kind: dict[object, list[int]] = {}
             for at in batch:
                 targets = [self._targets[name] for name in experts[at].members]
-                by_kind.setdefault(tuple((target.rows, target.grid) for target in targets), []).append(at)
+                by_kind.setdefault(tuple((target.rows, self._grid(target)) for target in targets), []).append(at)
             yield from by_kind.values()
 
     def _solved_together(
@@ -184,9 +186,9 @@ class TargetSolver:
                 targets = [self._targets[of_one.members[position]] for of_one in inputs]
                 weights = [matrix_at(self._parameters, target) for target in targets]
                 weight = weights[0] if hessian.ndim == 2 else torch.stack(weights)
-                kernels = kernels_for(weight.device, weights[0].numel())
+                grid, kernels = self._grid(targets[0]), kernels_for(weight.device, weights[0].numel())
                 with _naming(targets[0].name):
-                    whole, solutions = gptq.solve_batch(weight, hessian, factor, targets[0].grid, self._config, kernels)
+                    whole, solutions = gptq.solve_batch(weight, hessian, factor, grid, self._config, kernels)
                 seconds = (time.perf_counter() - started) / len(targets)
                 known = zip(targets, inputs, ranks, solutions, strict=True)
                 yield targets, whole, [_record(*of_one, factor, self._config.damping, seconds) for of_one in known]
@@ -212,6 +214,30 @@ class TargetSolver:
             self.quantized[record.name] = weight
             self.records.append(record)
             self._on_layer(record)
+
+    def _grid(self, target: Target) -> GridSpec:
+        """A target's grid, with its global scale where it has one.
+
+        Servers make one matrix of the weights of a fused set, for which they have one global scale; so it is that of
+        the largest weight of all. It is taken when the first of them is quantized.
+        """
+        if not target.grid.has_global_scale:
+            return target.grid
+        if target.name not in self._largest:
+            members = self._fused.get(target.name, [target.name])
+            largest = max(float(matrix_at(self._parameters, self._targets[name]).abs().max()) for name in members)
+            self._largest.update(dict.fromkeys(members, largest))
+        return with_global_scale(target.grid, self._largest[target.name])
+
+
+def _fused_with(names: Iterable[str]) -> dict[str, list[str]]:
+    """All that some server may make one matrix of together with a target, itself among them, by its name."""
+    together: dict[str, list[str]] = {}
+    for _, _, modules in sets_among(name.removesuffix(".weight") for name in names):
+        members = [f"{module}.weight" for module in modules]
+        joined = list(dict.fromkeys(other for name in members for other in together.get(name, [name])))
+        together.update(dict.fromkeys(joined, joined))
+    return together
 
 
 @contextmanager

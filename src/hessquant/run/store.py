@@ -1,7 +1,7 @@
 """The run directory: every finished block on disk, so that a killed run goes on where it was.
 
     run.json                  what the run is: version, source, plan, calibration, settings
-    block-00000.safetensors   codes, scales and zeros of the block's weights
+    block-00000.safetensors   codes, scales and zeros of the block's weights, and global scales
     block-00000.json          their records, and a checksum of both files
     lock                      there and held while a process works here
 
@@ -13,13 +13,15 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+from torch import Tensor
 
 from hessquant.capture.segments import Segment
 from hessquant.core.grid import Grid, QuantizedWeight
@@ -40,7 +42,7 @@ from hessquant.run.files import (
     sealed,
 )
 
-_PARTS = ("codes", "scales", "zeros")
+_PARTS, _GLOBAL_SCALE = ("codes", "scales", "zeros"), "global_scale"
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ class RunStore:
         tensors = {
             f"{name}.{part}": tensor.contiguous()
             for name, weight in weights.items()
-            for part, tensor in zip(_PARTS, (weight.codes, weight.grid.scales, weight.grid.zeros), strict=True)
+            for part, tensor in _parts(weight).items()
         }
         content = save(tensors)
         self._write(block_path(self.directory, index, "safetensors"), content)
@@ -196,6 +198,13 @@ class RunStore:
             ) from error
 
 
+def _parts(weight: QuantizedWeight) -> dict[str, Tensor]:
+    """What is kept of a weight, by short names."""
+    grid = weight.grid
+    parts = dict(zip(_PARTS, (weight.codes, grid.scales, grid.zeros), strict=True))
+    return parts | ({_GLOBAL_SCALE: torch.tensor(grid.spec.global_scale)} if grid.spec.has_global_scale else {})
+
+
 class StoredWeights(Mapping[str, QuantizedWeight]):
     """Quantized weights by target name, each read from the run directory when it is asked for."""
 
@@ -213,9 +222,12 @@ class StoredWeights(Mapping[str, QuantizedWeight]):
         try:
             with safe_open(path, framework="pt", backend="pread") as file:
                 codes, scales, zeros = (file.get_tensor(f"{name}.{part}") for part in _PARTS)
+                grid = target.grid
+                if grid.has_global_scale:
+                    grid = replace(grid, global_scale=float(file.get_tensor(f"{name}.{_GLOBAL_SCALE}")))
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path}: {name} cannot be read back: {error}; repeat the command") from error
-        return QuantizedWeight(codes, Grid(target.grid, scales, zeros))
+        return QuantizedWeight(codes, Grid(grid, scales, zeros))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._kept)
