@@ -281,7 +281,9 @@ _NVFP4 = (
         _TRANSFORMERS,
         "nvfp4",
         Evidence(
-            "measured", "run here on 3 December 2026: transformers 5.24.0, compressed-tensors 0.20.1 on CPU", _LLAMA
+            "measured",
+            "run here on 3 December 2026 as a tiny model: transformers 5.24.0, compressed-tensors 0.20.1 on CPU",
+            _LLAMA,
         ),
         symmetric=frozenset({4}),
         dtypes="float16, bfloat16",

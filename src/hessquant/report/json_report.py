@@ -79,7 +79,10 @@ def _plain(value: Any, path: str) -> Any:
         plain = {field.name: _plain(getattr(value, field.name), f"{path}.{field.name}") for field in fields(value)}
         # A weight's grid stands among what else is said of the weight, without a level of its own.
         for name in [field.name for field in fields(value) if isinstance(getattr(value, field.name), GridSpec)]:
-            plain |= plain.pop(name)
+            grid = plain.pop(name)
+            # Nothing is solved yet, so that there is no global scale; that codes are integers is said by silence.
+            left_out = ("global_scale", "elements")[: 1 + (grid["elements"] == "integer")]
+            plain |= {key: item for key, item in grid.items() if key not in left_out}
         return plain | {key: _plain(item, f"{path}.{key}") for key, item in _derived(value).items()}
     if isinstance(value, Mapping):
         return {str(key): _plain(item, f"{path}.{key}") for key, item in value.items()}

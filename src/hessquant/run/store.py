@@ -18,7 +18,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -202,7 +201,9 @@ def _parts(weight: QuantizedWeight) -> dict[str, Tensor]:
     """What is kept of a weight, by short names."""
     grid = weight.grid
     parts = dict(zip(_PARTS, (weight.codes, grid.scales, grid.zeros), strict=True))
-    return parts | ({_GLOBAL_SCALE: torch.tensor(grid.spec.global_scale)} if grid.spec.has_global_scale else {})
+    return parts | (
+        {_GLOBAL_SCALE: grid.scales.new_tensor(grid.spec.global_scale)} if grid.spec.has_global_scale else {}
+    )
 
 
 class StoredWeights(Mapping[str, QuantizedWeight]):
