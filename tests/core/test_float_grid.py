@@ -120,7 +120,7 @@ def test_the_sweep_loses_about_what_theory_expects_of_steps_that_differ(spec):
     codes = swept(weight, hessian, grid.spec, order="activation", damping=0.0, grid=grid)
     found = loss(weight - decode(codes, grid, torch.float64), hessian)
     even = evened(QuantizedWeight(codes, grid))
-    assert found == pytest.approx(expected_sweep_loss(even, factor), rel=0.2)
+    assert found == pytest.approx(float(expected_sweep_loss(even, factor)), rel=0.2)
     assert abs(found - expected_sweep_loss(grid, factor)) > 0.3 * found
     assert order_free_floor(even, factor) <= expected_sweep_loss(even, factor)
 
