@@ -156,6 +156,8 @@ _GGUF = [
     *_features("gguf"),
     Case("gguf", exported_from="gptq"),
     Case("gguf", symmetric=False, exported_from="compressed-tensors"),
+    Case("gguf", source="small-fused", feature="fused matrices, onto a base", exported_from="gptq"),
+    Case("gguf", source="small-mixture", feature="mixture of experts, onto a base", exported_from="gptq"),
 ]
 # The other way round: what other tools write, by their own loaders and by our decoder.
 _FOREIGN = [

@@ -111,8 +111,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise PlanError(
-            f"models of type {model_type!r} have no GGUF form here; known are {', '.join(FAMILIES)}. Others take that of "
-            "llama.cpp's converter: quantize to another format, and export with --base"
+            f"models of type {model_type!r} have no GGUF form here; known are {', '.join(FAMILIES)}. Others take that "
+            "of llama.cpp's converter: quantize to another format, and export with --base"
         )
     return family
 
