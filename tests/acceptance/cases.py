@@ -194,6 +194,8 @@ _GGUF = [
     *_features("gguf"),
     Case("gguf", exported_from="gptq"),
     Case("gguf", symmetric=False, exported_from="compressed-tensors"),
+    Case("gguf", source="small-fused", feature="fused matrices, onto a base", exported_from="gptq"),
+    Case("gguf", source="small-mixture", feature="mixture of experts, onto a base", exported_from="gptq"),
 ]
 _FLOATS = [
     case

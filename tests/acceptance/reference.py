@@ -69,8 +69,10 @@ def _in(dtype: torch.dtype) -> Callable[[nn.Module, set[str]], None]:
 
 
 def _with_8_bit_activations(model: nn.Module, quantized: set[str]) -> None:
-    for name in quantized:
-        model.get_submodule(name).register_forward_pre_hook(lambda _module, inputs: (_in_8_bit(inputs[0]),))
+    modules = dict(model.named_modules())
+    # Experts are in one module with others, and stay as they are; less is allowed then.
+    for name in quantized & modules.keys():
+        modules[name].register_forward_pre_hook(lambda _module, inputs: (_in_8_bit(inputs[0]),))
 
 
 def _in_8_bit(activations: torch.Tensor) -> torch.Tensor:

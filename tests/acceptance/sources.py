@@ -11,8 +11,10 @@ from typing import TextIO
 
 import mixtures
 import torch
+from bases import base_of
 from cases import Case
 from clients import HERE, UNCOMPILED, environments, foreign_environment, last_line
+from disguises import as_mixtral, as_phi3
 from reference import PASSAGE
 from safetensors.torch import load_file, save_file
 
@@ -32,7 +34,13 @@ SOURCES = {
     "small-biases": f"its first {LAYERS} layers, with biases in the attention and an untied head",
     "minilm": "all-MiniLM-L6-v2, an encoder, 6 layers",
     **dict.fromkeys(mixtures.MIXTURES, "2 layers of 8 experts, with random weights"),
+    "small-fused": f"its first {LAYERS} layers as a Phi-3",
+    "small-mixture": f"its first {LAYERS} layers as a mixture of experts",
 }
+
+
+# Not by the name of the type: for a model called phi3, llama.cpp looks for tokens that this one lacks.
+_DISGUISES = {"small-fused": as_phi3, "small-mixture": as_mixtral}
 
 
 class NotMadeError(Exception):
@@ -101,7 +109,9 @@ def _arguments(case: Case, directory: Path, work: Path) -> list:
         settings = {"bits": case.bits, "group_size": case.group, "symmetric": case.symmetric, **case.settings}
         return [source, directory, windows, json.dumps(settings)]
     if case.exported_from:
-        return ["export", make(case.twin, work), directory, "--format", case.format]
+        based = case.source in _DISGUISES
+        base = ["--base", base_of(source_model(case.source, work), work)] if based else []
+        return ["export", make(case.twin, work), directory, "--format", case.format, *base]
     options = ["--bits", case.bits, "--group-size", case.group, "--format", case.format, *CALIBRATION]
     asymmetric = [] if case.symmetric else ["--asymmetric"]
     source = "demo" if case.source == "full" else source_model(case.source, work)
@@ -141,6 +151,11 @@ def source_model(name: str, work: Path) -> Path:
     if name == "small-biases":
         config |= {"attention_bias": True, "tie_word_embeddings": False}
         tensors |= _biases(tensors) | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    if name in _DISGUISES:
+        config, tensors = _DISGUISES[name](config, tensors)
+        # By this name the converter knows which kind of tokenizer to look for.
+        tokenizer = json.loads((draft / "tokenizer_config.json").read_text()) | {"tokenizer_class": "GPT2Tokenizer"}
+        (draft / "tokenizer_config.json").write_text(json.dumps(tokenizer, indent=2) + "\n")
     save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
     (draft / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     draft.rename(directory)
