@@ -42,10 +42,10 @@ class FakePipeline(ModuleType):
         self._ask(model=model, out=out, config=config, calibration=calibration, run_dir=run_dir, keep_run=keep_run)
         return self.run_report
 
-    def export(self, checkpoint, out, config, *, progress=None):
+    def export(self, checkpoint, out, config, *, base=None, progress=None):
         progress.plan(self.plan)
         progress.stage("write", 1)
-        self._ask(checkpoint=checkpoint, out=out, config=config)
+        self._ask(checkpoint=checkpoint, out=out, config=config, base=base)
         return self.export_report
 
     def evaluate(

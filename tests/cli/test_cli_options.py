@@ -294,7 +294,13 @@ def test_export_passes_both_directories_and_what_the_output_is_to_be(pipeline):
         "checkpoint": Path("old"),
         "out": Path("new"),
         "config": Config(format="compressed-tensors", shard_bytes=1_000_000, serve=("vllm",)),
+        "base": None,
     }
+
+
+def test_export_passes_the_base_of_a_gguf_file(pipeline):
+    assert cli.main(["export", "old", "new", "--format", "gguf", "--base", "base.gguf"]) == 0
+    assert pipeline.asked["base"] == Path("base.gguf")
 
 
 def test_export_does_not_guess_a_format(pipeline):

@@ -22,7 +22,8 @@ class Points:
     """Counts points as they are reached, and does what the fault says at the one that it names.
 
     Args:
-        fault: {"point", "nth", "does"}; does = "kill", "pause", "SIGINT", "SIGTERM", "ENOSPC", "EIO" or "safetensors".
+        fault: {"point", "nth", "does"}, and {"kept"} = a file that is waited for first, since blocks are stored beside
+            the work on the next; does = "kill", "pause", "SIGINT", "SIGTERM", "ENOSPC", "EIO" or "safetensors".
             None = only count.
     """
 
@@ -54,6 +55,8 @@ class Points:
 
 def _do(fault, path):
     does = fault["does"]
+    if "kept" in fault:
+        _wait_for(fault["kept"])
     if does == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if does in ("SIGINT", "SIGTERM"):
@@ -61,14 +64,18 @@ def _do(fault, path):
         return
     if does == "pause":
         Path(fault["paused"]).touch()
-        until = time.monotonic() + LONGEST_PAUSE
-        while not Path(fault["go_on"]).exists() and time.monotonic() < until:
-            time.sleep(0.01)
+        _wait_for(fault["go_on"])
         return
     if does == "safetensors":
         raise safetensors.SafetensorError("Error while deserializing: I/O error")
     number = ERRORS[does]
     raise OSError(number, os.strerror(number), *([str(path)] if path is not None else []))
+
+
+def _wait_for(file):
+    until = time.monotonic() + LONGEST_PAUSE
+    while not Path(file).exists() and time.monotonic() < until:
+        time.sleep(0.01)
 
 
 def install(points, directories, source):

@@ -81,7 +81,10 @@ def test_a_chain_of_kills_ends_in_the_same_bytes(zygote, source, undisturbed, ou
         ("rename config.json", 1, 4),
     ]
     for point, nth, kept in chain:
-        assert zygote.run(source, out, fault={"point": point, "nth": nth, "does": "kill"}).killed, point
+        fault = {"point": point, "nth": nth, "does": "kill"}
+        if kept:
+            fault["kept"] = str(out.with_name("out.run") / f"block-{kept - 1:05}.json")
+        assert zygote.run(source, out, fault=fault).killed, point
         assert finished_blocks(out.with_name("out.run")) == kept, point
         assert not looks_complete(out), point
     assert zygote.run(source, out).report["resumed_blocks"] == BLOCKS

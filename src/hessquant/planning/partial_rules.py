@@ -64,5 +64,22 @@ PARTIAL_RULES = {
         ),
         Rule(_MLX, "gguf", _read("mlx-lm 0.32.2, utils.py: load_model"), note="reads model*.safetensors only"),
     ),
+    "nvfp4": (
+        Rule(
+            _TENSORRT,
+            "nvfp4",
+            _read("NVIDIA/TensorRT-LLM at 21156a7, models/quant_config_utils.py: _quant_config_from_config_group"),
+            symmetric=frozenset({4}),
+            dtypes="not stated",
+            note="its source reads 4-bit floats in this format; whether with activations of 16 bits was not run",
+            fits="unknown",
+        ),
+        Rule(
+            _MLX,
+            "nvfp4",
+            _read("mlx-lm 0.32.2, models/deepseek_v3.py and models/mistral4.py: sanitize"),
+            note="takes packed weights of compressed-tensors for integers",
+        ),
+    ),
 }
 """By format."""

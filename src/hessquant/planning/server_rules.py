@@ -299,6 +299,7 @@ _NVFP4 = (
         unquantized=SGLANG_UNQUANTIZED,
     ),
     Rule(_LLAMA_CPP, "nvfp4", _LLAMA_CPP_GPTQ.evidence, note="reads GGUF only; quantize anew with --format gguf"),
+    *PARTIAL_RULES["nvfp4"],
 )
 _MXFP4_OF = {
     "vllm-gpu": {
