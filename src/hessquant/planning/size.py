@@ -170,6 +170,9 @@ def _fixed_bytes(probe: Probe, targets: Sequence[Target], config: Config, place:
     of_block: dict[int, list[Target]] = {index: [] for index in range(head)}
     for target in targets:
         of_block.setdefault(target.block, []).append(target)
+        if not target.built:
+            # These are in memory one at a time.
+            weights[target.block] = max(weights[target.block], target.rows * target.columns)
     if probe.whole:
         held = element * sum(weights.values()) + _codes(targets)
         return held + max((_statistics(members, config, place) for members in of_block.values()), default=0)

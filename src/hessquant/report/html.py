@@ -8,7 +8,7 @@ from hessquant.report.charts import Point, bounds_chart, legend, loss_chart, out
 from hessquant.report.figures import (
     SERVER_HEADINGS,
     Kind,
-    kind_of,
+    kind_among,
     kinds_of,
     notes,
     remark,
@@ -115,7 +115,7 @@ def _points(report: RunReport, kinds: Mapping[str, Kind]) -> list[Point]:
     block_of = {target.name: target.block for target in report.plan.targets}
     groups: dict[tuple[int, str], list[LayerRecord]] = {}
     for layer in report.layers:
-        groups.setdefault((block_of[layer.name], kind_of(layer.name)), []).append(layer)
+        groups.setdefault((block_of[layer.name], kind_among(layer)), []).append(layer)
     points = []
     for (block, kind), group in groups.items():
         summed = totals(group)

@@ -98,6 +98,18 @@ class TargetSolver:
         del seen
         self._quantize_alone(inputs, mean)
 
+    def quantize_unseen(self, target: Target) -> None:
+        """Quantize a target of whose inputs nothing is known: with the identity as Hessian, as `core.experts` does.
+
+        Raises:
+            NonFiniteError: If the weight is not finite.
+            GridError: If it does not fit its grid.
+        """
+        parameter = self._parameters[target.locations[0].parameter]
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        identity = torch.eye(target.columns, dtype=dtype, device=parameter.device)
+        self._quantize_alone(_Inputs((target.name,), 0), identity)
+
     def _quantize_experts(self, groups: Sequence[tuple[str, ...]], statistics: dict[str, HessianStatistics]) -> None:
         stacks: dict[str, list[tuple[str, ...]]] = {}
         for members in groups:
@@ -276,6 +288,7 @@ def _record(
         zero_groups=solution.zero_groups,
         tiny_groups=solution.tiny_groups,
         seconds=seconds,
+        built=target.built,
         # Damping makes it an estimate from above; of these tokens alone there is no more than one each.
         effective_rank=rank if inputs.pooled_share else min(rank, inputs.tokens),
     )
