@@ -28,9 +28,9 @@ Made by `docs/make_server_rules.py` of the table in `src/hessquant/planning/serv
   the document or source file that is named.
 - Experts of one layer are one to vLLM and SGLang: all of their matrices must be alike.
 - **layers to draft from**: those that predict several tokens at once (`mtp.*`, or layers behind the model's last). A
-  model class of transformers leaves them out, so they stay in 16 bit unless `--include` names them, and the config lists
-  each that stays as ignored. How a server then builds them counts only where it drafts; without drafting every server
-  skips them.
+  model class of transformers leaves them out, so they stay in 16 bit unless `--include` names them, and the config
+  lists each that stays as ignored. How a server then builds them counts only where it drafts; without drafting every
+  server skips them.
 """
 
 _NAMES = """## Names

@@ -317,17 +317,28 @@ def test_those_of_a_source_in_fp8_are_read_exactly(deepseek, tmp_path):
     assert hessquant.inspect(tmp_path / "out").faults == ()
 
 
-def test_one_at_a_time_is_in_memory(deepseek):
-    """The plan counts the codes of a draft layer, and of its weights the largest."""
+def test_what_servers_fuse_is_in_memory_at_a_time(deepseek):
+    """The plan counts the codes of a draft layer, and of its weights those of the largest set."""
     plan = make_plan(deepseek, INCLUDED)
     draft = [target for target in plan.targets if not target.built]
-    sizes = [target.rows * target.columns for target in draft]
     with CheckpointReader(Path(deepseek)) as reader:
         probed = probe(resolve(deepseek), reader.tensors)
-    (alone,) = {
-        _fixed_bytes(probed, draft, INCLUDED, HOST) - max(_statistics([target], INCLUDED, HOST) for target in draft)
-    }
-    assert alone == 4 * max(sizes) + sum(sizes)
+    statistics = max(_statistics([target], INCLUDED, HOST) for target in draft)
+    of_queries_and_keys = 64 * 64 + 80 * 64
+    codes = sum(target.rows * target.columns for target in draft)
+    assert _fixed_bytes(probed, draft, INCLUDED, HOST) == 4 * of_queries_and_keys + codes + statistics
+
+
+def test_what_servers_fuse_shares_a_global_scale(deepseek, tmp_path):
+    config = replace(COPIED, include=(f"{DRAFT}mlp.*",), format="nvfp4", bits=4, group_size=16)
+    hessquant.quantize(deepseek, tmp_path / "out", config, calibration=tokens(4).tolist())
+    assert hessquant.inspect(tmp_path / "out").faults == ()
+    with CheckpointReader(tmp_path / "out") as reader:
+        written = UnpackedCheckpoint(reader)
+        for module in {name.rpartition(".")[0].rpartition(".")[0] for name in written if DRAFT in name}:
+            gate, up = (written[f"{module}.{name}_proj.weight"].grid.spec for name in ("gate", "up"))
+            assert gate.has_global_scale
+            assert gate.global_scale == up.global_scale
 
 
 @pytest.mark.parametrize(
@@ -342,8 +353,9 @@ def test_one_at_a_time_is_in_memory(deepseek):
 )
 def test_a_client_is_judged_by_how_its_source_builds_draft_layers(architecture, follows, bits, verdict):
     names = ("model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight")
-    targets = [Target(name, (Location(name, 64),), at, 64, 64, GridSpec(4, 32), False, name) for at, name in
-               enumerate(names)]
+    targets = [
+        Target(name, (Location(name, 64),), at, 64, 64, GridSpec(4, 32), False, name) for at, name in enumerate(names)
+    ]
     name = f"{DRAFT}mlp.up_proj.weight"
     targets.append(Target(name, (Location(name, 64),), 3, 64, 64, GridSpec(bits, 32), False, name, built=False))
     rule = next(rule for rule in RULES if rule.format == "gptq" and rule.client.name == "vllm-gpu")
@@ -356,8 +368,10 @@ def test_a_client_is_judged_by_how_its_source_builds_draft_layers(architecture, 
 
 @pytest.mark.parametrize(
     ("excluded", "said"),
-    [((), f"drafts from {DRAFT}eh_proj.weight and others, quantized"),
-     ((f"{DRAFT}mlp.experts.*",), f"drafts from {DRAFT}mlp.experts.0.down_proj.weight and others in 16 bit")],
+    [
+        ((), f"drafts from {DRAFT}eh_proj.weight and others, quantized"),
+        ((f"{DRAFT}mlp.experts.*",), f"drafts from {DRAFT}mlp.experts.0.down_proj.weight and others in 16 bit"),
+    ],
 )
 def test_what_a_client_drafts_from_is_said(excluded, said, deepseek):
     plan = make_plan(deepseek, replace(INCLUDED, exclude=excluded))

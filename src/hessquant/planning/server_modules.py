@@ -14,6 +14,7 @@ VLLM_UNQUANTIZED = (
 _SGLANG_PLAIN = "SGLang 0.5.23, models/qwen3_moe.py, layers/attention/dsa/dsa_indexer.py and others: no quant_config"
 SGLANG_UNQUANTIZED = (
     *(Unquantized(name, _SGLANG_PLAIN) for name in (*_ROUTERS, *_INDEXERS, "eh_proj", "*conv1d")),
+    Unquantized("mtp.fc", "SGLang 0.5.23, models/qwen3_next_mtp.py, models/qwen3_5_mtp.py"),
     # It takes whatever is quantized there for AWQ.
     Unquantized("kv_b_proj", "SGLang 0.5.23, models/deepseek_common/deepseek_weight_loader.py"),
 )

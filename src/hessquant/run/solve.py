@@ -19,7 +19,7 @@ from hessquant.core.gptq import Solution
 from hessquant.core.grid import QuantizedWeight, with_global_scale
 from hessquant.core.hessian import HessianStatistics, hessian
 from hessquant.errors import FactorizationError, GridError, NonFiniteError
-from hessquant.formats.fused import sets_among
+from hessquant.formats.fused import fused_with
 from hessquant.kernels.dispatch import kernels_for
 from hessquant.place import HOST, Place
 from hessquant.planning.work import at_once
@@ -72,7 +72,7 @@ class TargetSolver:
     ) -> None:
         self._targets = {target.name: target for target in targets}
         self._parameters, self._config, self._on_layer = parameters, config, on_layer
-        self._fused, self._largest = _fused_with(self._targets), dict[str, float]()
+        self._fused, self._largest = fused_with(self._targets), dict[str, float]()
         self.quantized: dict[str, QuantizedWeight] = {}
         self.records: list[LayerRecord] = []
 
@@ -240,16 +240,6 @@ class TargetSolver:
             largest = max(float(matrix_at(self._parameters, self._targets[name]).abs().max()) for name in members)
             self._largest.update(dict.fromkeys(members, largest))
         return with_global_scale(target.grid, self._largest[target.name])
-
-
-def _fused_with(names: Iterable[str]) -> dict[str, list[str]]:
-    """All that some server may make one matrix of together with a target, itself among them, by its name."""
-    together: dict[str, list[str]] = {}
-    for _, _, modules in sets_among(name.removesuffix(".weight") for name in names):
-        members = [f"{module}.weight" for module in modules]
-        joined = list(dict.fromkeys(other for name in members for other in together.get(name, [name])))
-        together.update(dict.fromkeys(joined, joined))
-    return together
 
 
 @contextmanager

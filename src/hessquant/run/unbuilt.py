@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
 from hessquant.config import Config
 from hessquant.core.grid import QuantizedWeight
+from hessquant.formats.fused import fused_with
 from hessquant.records import Target
 from hessquant.results import LayerRecord
 from hessquant.run.overlap import Overlap
@@ -39,14 +41,14 @@ def quantize_unbuilt(
     overlap: Overlap,
     announce: Callable[[LayerRecord], None],
 ) -> tuple[dict[str, QuantizedWeight], tuple[LayerRecord, ...]]:
-    """Quantize the weights of a part, one in memory at a time.
+    """Quantize the weights of a part; in memory at a time is one, or what servers make one matrix of.
 
     Args:
         part: The part.
         read: Reads a tensor of the checkpoint exactly.
         device: Where they are solved, in float32.
         config: Settings.
-        overlap: Reads the next weight ahead.
+        overlap: Reads the next weights ahead.
         announce: Told of every weight.
 
     Raises:
@@ -56,12 +58,15 @@ def quantize_unbuilt(
     """
     quantized: dict[str, QuantizedWeight] = {}
     records: list[LayerRecord] = []
-    names = [target.name for target in part.targets]
-    for at, target in enumerate(part.targets):
-        overlap.read_ahead(names[at + 1 : at + 2])
-        weight = read(target.name).to(device, torch.float32)
-        solver = TargetSolver([target], {target.name: weight}, config, announce)
-        solver.quantize_unseen(target)
+    by_name = {target.name: target for target in part.targets}
+    fused = fused_with(by_name)
+    together = list(dict.fromkeys(tuple(fused.get(name, [name])) for name in by_name))
+    for names, following in zip_longest(together, together[1:], fillvalue=()):
+        overlap.read_ahead(following)
+        weights = {name: read(name).to(device, torch.float32) for name in names}
+        solver = TargetSolver([by_name[name] for name in names], weights, config, announce)
+        for name in names:
+            solver.quantize_unseen(by_name[name])
         quantized |= solver.quantized
         records += solver.records
     return quantized, tuple(records)
