@@ -20,6 +20,7 @@ import hessquant
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.unpacked import UnpackedCheckpoint
 from hessquant.errors import PlanError
+from hessquant.formats.fused import FUSED
 from hessquant.models.probe import probe
 from hessquant.models.source import resolve
 from hessquant.pipeline import make_plan
@@ -177,6 +178,26 @@ def test_what_is_no_matrix_to_quantize_stays_as_it_is(name, tensor, message, dee
         make_plan(model, replace(COPIED, include=("mtp.*",)))
 
 
+def test_what_is_not_built_and_not_asked_for_parts_no_set(deepseek, tmp_path, monkeypatch):
+    """Files may hold a weight that the class leaves out of a block, such as keys that another block's are used for."""
+    fused = replace(FUSED[0], parts=("up_proj", "left_out"))
+    monkeypatch.setattr("hessquant.formats.fused.FUSED", (*FUSED, fused))
+    beside = "model.layers.0.mlp.left_out.weight"
+    model = changed(deepseek, tmp_path, lambda tensors: tensors | {beside: torch.zeros(96, 64).bfloat16()})
+    assert draft_targets(make_plan(model, INCLUDED)) == TAKEN
+    with pytest.raises(PlanError, match=r"up_proj\.weight would stay in 16 bit .excluded.* while .*left_out"):
+        make_plan(
+            model, replace(INCLUDED, include=(beside,), exclude=("layers.0.mlp.up_proj", "layers.0.mlp.gate_proj"))
+        )
+
+
+def test_a_head_for_fewer_tokens_is_taken(deepseek, tmp_path):
+    head = "mtp.lm_head.weight"
+    model = changed(deepseek, tmp_path, lambda tensors: tensors | {head: torch.zeros(64, 64).bfloat16()})
+    plan = make_plan(model, replace(COPIED, include=(head,), format="compressed-tensors"))
+    assert {target.name for target in plan.targets if not target.built} == {head}
+
+
 def test_a_router_is_known_by_its_like_and_taken_if_all_are_asked_for(deepseek, tmp_path):
     def with_mtp(tensors):
         return tensors | {"mtp.layers.0.mlp.gate.weight": torch.zeros(256, 64).bfloat16()}
@@ -299,7 +320,16 @@ def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(stops_at, deepseek, tmp
         patch.setattr(TargetSolver, "quantize_unseen", killed)
         with pytest.raises(KeyboardInterrupt):
             hessquant.quantize(model, tmp_path / "again", config, calibration=calibration)
+    again = []
+
+    def noted(solver, target):
+        again.append(target.name)
+        solve(solver, target)
+
+    monkeypatch.setattr(TargetSolver, "quantize_unseen", noted)
     resumed = hessquant.quantize(model, tmp_path / "again", config, calibration=calibration)
+    # What is kept is not done again.
+    assert (f"{DRAFT}eh_proj.weight" in again) == (stops_at == "eh_proj")
     assert (whole.resumed_blocks, resumed.resumed_blocks) == (0, {"eh_proj": 2, "mtp": 3}[stops_at])
     assert [layer.name for layer in resumed.layers] == [layer.name for layer in whole.layers]
     for file in (tmp_path / "whole").glob("*.safetensors"):
@@ -330,8 +360,12 @@ def test_what_servers_fuse_is_in_memory_at_a_time(deepseek):
 
 
 def test_what_servers_fuse_shares_a_global_scale(deepseek, tmp_path):
+    def uneven(tensors):
+        return {name: 3 * value if "up_proj" in name else value for name, value in tensors.items()}
+
+    model = changed(deepseek, tmp_path, uneven)
     config = replace(COPIED, include=(f"{DRAFT}mlp.*",), format="nvfp4", bits=4, group_size=16)
-    hessquant.quantize(deepseek, tmp_path / "out", config, calibration=tokens(4).tolist())
+    hessquant.quantize(model, tmp_path / "out", config, calibration=tokens(4).tolist())
     assert hessquant.inspect(tmp_path / "out").faults == ()
     with CheckpointReader(tmp_path / "out") as reader:
         written = UnpackedCheckpoint(reader)
