@@ -3,11 +3,13 @@
 import io
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.loading import load_model
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tests.readers import by_dynamic
@@ -19,7 +21,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config
 import hessquant
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.unpacked import UnpackedCheckpoint
-from hessquant.errors import PlanError
+from hessquant.errors import PlanError, SourceError
 from hessquant.formats.fused import FUSED
 from hessquant.models.probe import probe
 from hessquant.models.source import resolve
@@ -249,6 +251,52 @@ def test_the_others_come_out_as_without_them(deepseek, quantized, tmp_path):
     for name, value in theirs.items():
         if not name.startswith(DRAFT):
             assert torch.equal(value, ours[name]), name
+
+
+def test_the_checkpoint_runs_as_that_without_them(deepseek, quantized, tmp_path):
+    """They are decoded where somebody asks for them, and the model does not."""
+    logits = [
+        load_model(resolve(str(path)))(input_ids=tokens(1)).logits
+        for path in (quantized[0], copied_beside(quantized[0], tmp_path))
+    ]
+    assert torch.equal(*logits)
+
+
+def copied_beside(out, tmp_path):
+    """The checkpoint without anything of the draft layer."""
+    shutil.copytree(out, tmp_path / "less")
+    tensors = load_file(out / "model.safetensors")
+    save(tmp_path / "less", {name: value for name, value in tensors.items() if not name.startswith(DRAFT)})
+    return tmp_path / "less"
+
+
+def test_a_value_that_no_scale_holds_is_refused_before_work(deepseek, tmp_path):
+    def huge(tensors):
+        return tensors | {f"{DRAFT}eh_proj.weight": torch.full((64, 128), 1e7).bfloat16()}
+
+    model = changed(deepseek, tmp_path, huge)
+    with pytest.raises(SourceError, match=r"eh_proj\.weight reaches 1e\+07.*--exclude 'model\.layers\.2\.eh_proj'"):
+        hessquant.quantize(model, tmp_path / "out", INCLUDED, calibration=tokens(4).tolist())
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_accelerator_writes_what_the_cpu_writes(deepseek, tmp_path, request):
+    config = replace(INCLUDED, scale_search=False, forward_dtype="float32", format="compressed-tensors")
+    hessquant.quantize(deepseek, tmp_path / "here", config, calibration=tokens(4).tolist())
+    request.getfixturevalue("accelerator")
+    hessquant.quantize(deepseek, tmp_path / "there", config, calibration=tokens(4).tolist())
+    here, there = (tmp_path / name / "model.safetensors" for name in ("here", "there"))
+    assert here.read_bytes() == there.read_bytes()
+
+
+def test_those_of_a_quantized_source_are_quantized_again(quantized, tmp_path):
+    config = replace(INCLUDED, requantize=True, bits=8)
+    hessquant.quantize(str(quantized[0]), tmp_path / "again", config, calibration=tokens(4).tolist())
+    with CheckpointReader(quantized[0]) as first, CheckpointReader(tmp_path / "again") as second:
+        four, eight = UnpackedCheckpoint(first), UnpackedCheckpoint(second)
+        assert eight.keys() > TAKEN
+        for name in TAKEN:
+            assert torch.allclose(eight[name].dequantize(), four[name].dequantize(), atol=2e-3), name
 
 
 def test_what_is_told_of_them(quantized):
