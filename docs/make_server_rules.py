@@ -135,6 +135,8 @@ def _of_modules(rule: Rule) -> list[str]:
         said.append(f"reads experts of {', '.join(rule.stacked_experts)} in one tensor only")
     for entry in rule.drafts:
         how = "as the config says" if entry.follows else "quantized, whatever the config says"
+        if entry.follows is None:
+            how = "skipped"
         said.append(f"layers to draft from, of {', '.join(entry.classes) or 'all others'}: {how} ({entry.source})")
     if rule.only:
         said.append(f"reads this format of {', '.join(rule.only)} only")

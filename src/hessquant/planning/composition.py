@@ -155,7 +155,7 @@ def _quantized_drafts(rule: Rule, checkpoint: PlannedCheckpoint, drafts: Sequenc
     if entry is None:
         return Finding("unknown", "never tried with draft layers quantized", "not run")
     other = next((target for target in drafts if target.grid != checkpoint.common_settings), None)
-    if entry.follows or other is None:
+    if entry.follows is not False or other is None:
         return Finding("yes", "", "documented")
     reason = f"takes draft layers for quantized as most weights are, and {other.name} is {other.grid}"
     return Finding("no", reason, "documented")
@@ -173,7 +173,7 @@ def draft_note(rule: Rule, checkpoint: PlannedCheckpoint) -> list[str]:
         taken = {target.name.removeprefix(_block_of(target.name)) for target in checkpoint.targets}
         drafts = [name for name in drafts if name.removeprefix(_block_of(name)) in taken]
     entry = rule.drafts_of(checkpoint.architecture)
-    if entry is None or not (drafts or quantized):
+    if entry is None or entry.follows is None or not (drafts or quantized):
         return []
     if not drafts:
         return [f"drafts from {quantized[0]} and others, quantized"]

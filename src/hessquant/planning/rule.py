@@ -75,11 +75,12 @@ class Drafts:
 
     Attributes:
         follows: Whether it builds each as the config says; otherwise it takes all for quantized as most weights are.
+            None where it builds none, and skips them in the files.
         source: Where that was read.
         classes: Beginnings of the names of classes that this holds for; empty = all that no other entry names.
     """
 
-    follows: bool
+    follows: bool | None
     source: str
     classes: tuple[str, ...] = ()
 
@@ -109,7 +110,7 @@ class Rule:
             in the source too.
         stacked_experts: Beginnings of classes whose experts it reads in no other form than all in one tensor.
         unquantized: Modules that it builds without quantization.
-        drafts: What it makes of layers to draft from that are left in 16 bit; nothing = not known.
+        drafts: What it makes of layers to draft from; nothing = not known.
         only: Beginnings of the classes that it reads the format for; empty = all.
         dtypes: Activations that it computes with.
         note: Said where the checkpoint fits, or why it does not read the format.

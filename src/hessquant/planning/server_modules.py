@@ -34,6 +34,7 @@ VLLM_DRAFTS = (
         ("Deepseek", "Glm4Moe", "Qwen3Next", "Qwen3_5"),
     ),
 )
+TRANSFORMERS_DRAFTS = (Drafts(None, "run here on 3 December 2026 on a tiny DeepseekV3ForCausalLM, compressed-tensors"),)
 # It looks these up as `model.layers.N`, and the checkpoint calls them `model.mtp_layers.0` or `model.mtp_block.0`.
 VLLM_RENAMED_DRAFTS = Drafts(
     False, "vLLM 0.32.0, models/mimo_mtp.py, models/ernie_mtp.py", ("MiMoForCausalLM", "Ernie4_5_Moe")

@@ -89,7 +89,6 @@ def totals(layers: Sequence[LayerRecord]) -> Totals:
 def notes(summed: Totals) -> tuple[str, ...]:
     """Everything about these layers that a reader should not overlook."""
     counted = (
-        (summed.unbuilt_layers, "layer not calibrated", "layers not calibrated"),
         (summed.rtn_layers - summed.unbuilt_layers, "layer rounded to nearest", "layers rounded to nearest"),
         (summed.raised_damping, "layer with raised damping", "layers with raised damping"),
         (summed.fallback_rows, "row kept RTN", "rows kept RTN"),

@@ -164,7 +164,7 @@ def _layer_cells(layer: LayerRecord) -> Iterable[str]:
     )
     yield _cell(layer.name.removesuffix(".weight"), "text name")
     yield from (f'<td data-value="{-1 if value is None else value}">{escape(text)}</td>' for text, value in figures)
-    yield _cell("; ".join(notes(summed)), "text")
+    yield _cell("; ".join((*(() if layer.built else ("not calibrated",)), *notes(summed))), "text")
 
 
 def _details(report: RunReport) -> str:
