@@ -120,7 +120,9 @@ def _points(report: RunReport, kinds: Mapping[str, Kind]) -> list[Point]:
     for (block, kind), group in groups.items():
         summed = totals(group)
         loss, error = summed.mean_relative_to_rtn, summed.mean_relative_output_error
-        name = group[0].name if len(group) == 1 else f"{kinds[kind].label} of block {block}, mean of {len(group)}"
+        # What is not built is in none of the blocks.
+        where = f" of block {block}" if group[0].built else ""
+        name = group[0].name if len(group) == 1 else f"{kinds[kind].label}{where}, mean of {len(group)}"
         figures = f"{format_ratio(loss)} of RTN's error, {format_percent(error)} of its output"
         title = f"{name}: {'; '.join((figures, *notes(summed)))}"
         points.append(Point(series[kind], block, title, loss, error))
