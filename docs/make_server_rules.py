@@ -28,8 +28,9 @@ Made by `docs/make_server_rules.py` of the table in `src/hessquant/planning/serv
   the document or source file that is named.
 - Experts of one layer are one to vLLM and SGLang: all of their matrices must be alike.
 - **layers to draft from**: those that predict several tokens at once (`mtp.*`, or layers behind the model's last). A
-  model class of transformers leaves them out, so they stay in 16 bit, and the config lists each as ignored. Whether a
-  server then builds them so counts only where it drafts; without drafting every server skips them.
+  model class of transformers leaves them out, so they stay in 16 bit unless `--include` names them, and the config
+  lists each that stays as ignored. How a server then builds them counts only where it drafts; without drafting every
+  server skips them.
 """
 
 _NAMES = """## Names
@@ -134,6 +135,8 @@ def _of_modules(rule: Rule) -> list[str]:
         said.append(f"reads experts of {', '.join(rule.stacked_experts)} in one tensor only")
     for entry in rule.drafts:
         how = "as the config says" if entry.follows else "quantized, whatever the config says"
+        if entry.follows is None:
+            how = "skipped"
         said.append(f"layers to draft from, of {', '.join(entry.classes) or 'all others'}: {how} ({entry.source})")
     if rule.only:
         said.append(f"reads this format of {', '.join(rule.only)} only")

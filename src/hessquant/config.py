@@ -208,7 +208,8 @@ class Config:
     include: tuple[str, ...] = _said(
         (),
         "Quantize these weights too. Each is a pattern of names; lm_head takes the head, and unties it where it shares "
-        "the embedding's weight.",
+        "the embedding's weight. What the model class does not build, such as layers to draft from, is rounded to "
+        "nearest on searched scales, without calibration.",
         metavar="PATTERN",
     )
     exclude: tuple[str, ...] = _said((), "Leave these weights alone.", metavar="PATTERN")

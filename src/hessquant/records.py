@@ -8,6 +8,9 @@ from hessquant.errors import GridError
 
 Elements = Literal["integer", "e2m1"]
 
+FLOATING = ("F64", "F32", "BF16", "F16")
+"""Dtypes of plain weights, as safetensors spells them."""
+
 
 @dataclass(frozen=True)
 class TensorInfo:
@@ -139,7 +142,8 @@ class Target:
     Attributes:
         name: Its name in the checkpoint, e.g. `model.layers.0.mlp.up_proj.weight`.
         locations: Where its rows are in the model; together they are all of its rows.
-        block: Index of the block that holds it; the head's is the number of blocks.
+        block: Index of the block that holds it; the head's is the number of blocks. Weights that the model class does
+            not build have those after it: one number for each part, such as a draft layer, that they are in.
         rows: Outputs.
         columns: Inputs.
         grid: The grid that it is put on.
@@ -149,6 +153,8 @@ class Target:
         part_of: Tensor of the source that holds it with others; empty if it has one of its own.
         may_be_skipped: Whether tokens may be routed past it, so that none may reach it.
         feeds_attention: Whether causal attention's queries, keys or values are made with it.
+        built: Whether the model class builds it. One that it does not build sees no inputs, and is not calibrated; its
+            location is its own tensor.
     """
 
     name: str
@@ -163,6 +169,7 @@ class Target:
     part_of: str = ""
     feeds_attention: bool = False
     may_be_skipped: bool = False
+    built: bool = True
 
     @property
     def module(self) -> str:

@@ -94,6 +94,8 @@ class LayerRecord:
         seconds: Wall time of the solve.
         effective_rank: Inputs that say something of their own (`core.factor`), at most `columns`; None in reports that
             did not count them.
+        built: Whether the model class builds it; if not, it was not calibrated, and losses are those of the identity as
+            Hessian: of the weight itself.
     """
 
     name: str
@@ -119,6 +121,7 @@ class LayerRecord:
     tiny_groups: int
     seconds: float
     effective_rank: int | None = None
+    built: bool = True
 
     @property
     def relative_to_rtn(self) -> float:
@@ -127,8 +130,8 @@ class LayerRecord:
 
     @property
     def relative_output_error(self) -> float | None:
-        """Loss divided by the output energy; None where the layer has no output to compare with."""
-        return self.loss / self.output_energy if self.output_energy > 0 else None
+        """Loss divided by the output energy; None where the layer has no output that is known, or none at all."""
+        return self.loss / self.output_energy if self.built and self.output_energy > 0 else None
 
 
 @dataclass(frozen=True)

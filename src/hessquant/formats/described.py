@@ -97,7 +97,7 @@ def common_settings(targets: Iterable[Target]) -> GridSpec:
 
 
 def block_of(target: Target, plan: Plan) -> str:
-    """Module name of the block that holds a target; empty for the head, which is in none."""
+    """Module name of the block that holds a target; empty for a head, and for what is not built."""
     return plan.blocks[target.block] if target.block < len(plan.blocks) else ""
 
 
@@ -108,7 +108,7 @@ def description_of(plan: Plan) -> Description:
         PlanError: If some reader knows two weights with different settings by one name.
     """
     known = [
-        *(DescribedModule(_names(t, plan), t.grid, not block_of(t, plan)) for t in plan.targets),
+        *(DescribedModule(_names(t, plan), t.grid, t.block == len(plan.blocks)) for t in plan.targets),
         *_left_alone(plan),
     ]
     any_prefix = prefixes_vary(name for module in known for name in module.known)
@@ -141,7 +141,7 @@ def _untouched_parts(modules: Iterable[DescribedModule]) -> list[DescribedModule
 def _names(target: Target, plan: Plan) -> tuple[str, ...]:
     """A target's names in the checkpoint and, where it is a module of its own there, in transformers' model.
 
-    A head has one: a parameter that it was tied to is another module's.
+    A head has one: a parameter that it was tied to is another module's. So has what transformers does not build.
     """
     if not block_of(target, plan):
         return (module_of(target.name),)

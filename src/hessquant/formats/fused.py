@@ -92,3 +92,13 @@ def sets_among(modules: Iterable[str]) -> Iterator[tuple[FusedSet, str, list[str
             members = [leaves[part] for part in fused.parts if part in leaves]
             if len(members) > 1:
                 yield fused, owner, members
+
+
+def fused_with(weights: Iterable[str]) -> dict[str, list[str]]:
+    """All that some server may make one matrix of together with a weight, itself among them, by its name."""
+    together: dict[str, list[str]] = {}
+    for _, _, modules in sets_among(name.removesuffix(".weight") for name in weights):
+        members = [f"{module}.weight" for module in modules]
+        joined = list(dict.fromkeys(other for name in members for other in together.get(name, [name])))
+        together.update(dict.fromkeys(joined, joined))
+    return together

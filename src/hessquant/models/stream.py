@@ -33,11 +33,12 @@ class StreamedModel:
         model: The model. A parameter is real inside `in_memory` for it, a buffer that the checkpoint holds from then
             on, and every other buffer always.
         place: Where they are then.
+        read: Reads a tensor of its checkpoint exactly.
 
     Args:
         source: The model.
         tensors: Every tensor of its checkpoint by its name there, or what its header says of it; only the shapes count.
-        read: Reads one of them, as stored.
+        read: Reads one of them, as stored; where it is dequantized, in float32.
 
     Raises:
         SourceError: If the model cannot be built, or tensors are missing or of another shape.
@@ -50,7 +51,7 @@ class StreamedModel:
         tensors: Mapping[str, TensorInfo] | Mapping[str, Tensor],
         read: Callable[[str], Tensor],
     ) -> None:
-        self._name, self._read, self.place = source.name, read, source.place
+        self._name, self.read, self.place = source.name, read, source.place
         self.model = source.weightless(source.place.dtype)
         self._naming = source.naming(self.model, tensors)
         self._meta = dict(self.model.named_parameters(remove_duplicate=False))
@@ -104,7 +105,7 @@ class StreamedModel:
         Raises:
             SourceError: If a tensor cannot be read or converted.
         """
-        outcome = self._fill({name: _Lazy(name, self._read) for name in self.tensors_of(keys)}, self.place.device)
+        outcome = self._fill({name: _Lazy(name, self.read) for name in self.tensors_of(keys)}, self.place.device)
         self._refuse({**outcome, "missing_keys": ()})
         for key in keys:
             self._tie(key)

@@ -80,7 +80,7 @@ class PlannedCheckpoint:
         for block, members in blocks.items():
             kind = (
                 block.rstrip("0123456789"),
-                tuple((t.name.removeprefix(block), t.rows, t.columns, t.transposed, t.grid) for t in members),
+                tuple((t.name.removeprefix(block), t.rows, t.columns, t.transposed, t.grid, t.built) for t in members),
                 frozenset(name.removeprefix(block) for name in left.get(block, ())),
             )
             kinds.setdefault(kind, []).append(block)
@@ -111,6 +111,9 @@ def composition_findings(rule: Rule, checkpoint: PlannedCheckpoint) -> Iterator[
         yield from _experts(rule, checkpoint, experts)
     if any(target.block == len(checkpoint.blocks) for target in checkpoint.targets):
         yield _part(rule.head, "never tried with a quantized head", checkpoint)
+    drafts = [target for target in checkpoint.targets if not target.built]
+    if drafts:
+        yield _quantized_drafts(rule, checkpoint, drafts)
 
 
 def _part(part: Part | None, untried: str, checkpoint: PlannedCheckpoint) -> Finding:
@@ -146,17 +149,35 @@ def _built_unquantized(rule: Rule, checkpoint: PlannedCheckpoint) -> Iterator[Fi
             yield Finding("no", reason, "documented")
 
 
+def _quantized_drafts(rule: Rule, checkpoint: PlannedCheckpoint, drafts: Sequence[Target]) -> Finding:
+    """What speaks for or against quantized layers to draft from, which transformers' class does not build."""
+    entry = rule.drafts_of(checkpoint.architecture)
+    if entry is None:
+        return Finding("unknown", "never tried with draft layers quantized", "not run")
+    other = next((target for target in drafts if target.grid != checkpoint.common_settings), None)
+    if entry.follows is not False or other is None:
+        return Finding("yes", "", "documented")
+    reason = f"takes draft layers for quantized as most weights are, and {other.name} is {other.grid}"
+    return Finding("no", reason, "documented")
+
+
 def draft_note(rule: Rule, checkpoint: PlannedCheckpoint) -> list[str]:
     """What the client makes of layers to draft from, where some are left in 16 bit; empty if there are none."""
     behind = tuple(
         f"{stem}{len(checkpoint.blocks)}." for stem in {name.rstrip("0123456789") for name in checkpoint.blocks}
     )
     drafts = [name for name in sorted(checkpoint.left) if _DRAFT.fullmatch(name) or name.startswith(behind)]
-    found = [entry for entry in rule.drafts if checkpoint.architecture.startswith(entry.classes)]
-    found += [entry for entry in rule.drafts if not entry.classes]
-    if not drafts or not found:
+    quantized = [target.name for target in checkpoint.targets if not target.built]
+    if quantized:
+        # The rest is what stays in 16 bit in the blocks, too.
+        taken = {target.name.removeprefix(_block_of(target.name)) for target in checkpoint.targets}
+        drafts = [name for name in drafts if name.removeprefix(_block_of(name)) in taken]
+    entry = rule.drafts_of(checkpoint.architecture)
+    if entry is None or entry.follows is None or not (drafts or quantized):
         return []
-    if found[0].follows:
+    if not drafts:
+        return [f"drafts from {quantized[0]} and others, quantized"]
+    if entry.follows:
         return [f"drafts from {drafts[0]} and others in 16 bit, as the config says"]
     return [f"but does not draft: takes {drafts[0]} and others for quantized, whatever the config says"]
 

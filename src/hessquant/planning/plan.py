@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from hessquant.models.library import uncollected
 from hessquant.models.probe import Probe, probe
 from hessquant.models.products import ProbedProduct
 from hessquant.models.source import ModelSource
+from hessquant.models.structure import block_of
 from hessquant.place import device_memory
 from hessquant.planning.composition import PlannedCheckpoint
 from hessquant.planning.expert_load import expert_load
@@ -26,10 +28,9 @@ from hessquant.planning.serving import refuse_unserved
 from hessquant.planning.settings import assign_settings, refuse_format
 from hessquant.planning.size import Sizes, bits_per_weight, find_remedies, least_bytes
 from hessquant.planning.targets import head_product, known_names, select_targets
+from hessquant.planning.unbuilt import is_built, unbuilt_product
 from hessquant.planning.untouched import is_end, left_alone, namesakes, refuse_unquantized
-from hessquant.records import PLAIN, GridSpec, Plan, SourceForm, Target, TensorInfo, Untouched
-
-_FLOATING = ("F64", "F32", "BF16", "F16")
+from hessquant.records import FLOATING, PLAIN, GridSpec, Plan, SourceForm, Target, TensorInfo, Untouched
 
 _WAY_OUT = (
     "start from the original 16-bit model, or dequantize it first with the tool that quantized it (for FP8 weights: "
@@ -114,7 +115,8 @@ def plan_export(
     plain = {name: info for name, info in tensors.items() if name not in packed}
     _check_stored(source, plain, probed)
     head = head_product(probed)
-    products = [*probed.products, *([] if head is None else [head])]
+    unbuilt = [tensors[name] for name in packed if not is_built(name, probed)]
+    products = [*probed.products, *([] if head is None else [head]), *map(unbuilt_product, unbuilt, count())]
     chosen = list({product.name: product for product in products if product.name in packed}.values())
     for name, weight in packed.items():
         shapes = [(product.rows, product.columns) for product in chosen if product.name == name]
@@ -209,13 +211,16 @@ def _architecture(source: ModelSource, probed: Probe) -> str:
 def _targets(chosen: Sequence[ProbedProduct], probed: Probe, settings: Mapping[str, GridSpec]) -> tuple[Target, ...]:
     first: dict[tuple[int, int], str] = {}
     targets = []
+    unbuilt = [product.name for product in chosen if product.parameter not in probed.parameters]
+    after_head = {part: len(probed.blocks) + 1 + at for at, part in enumerate(dict.fromkeys(map(block_of, unbuilt)))}
     for product in chosen:
-        block = probed.parameters[product.parameter].block
+        parameter = probed.parameters.get(product.parameter)
+        # Outside the blocks, the model class has only the head chosen, and it runs after them.
+        block = after_head[block_of(product.name)] if parameter is None else parameter.block
         targets.append(
             Target(
                 name=product.name,
                 locations=product.locations,
-                # Outside the blocks, only the head is ever chosen, and it runs after them.
                 block=len(probed.blocks) if block is None else block,
                 rows=product.rows,
                 columns=product.columns,
@@ -226,6 +231,7 @@ def _targets(chosen: Sequence[ProbedProduct], probed: Probe, settings: Mapping[s
                 part_of=product.part_of,
                 feeds_attention=product.feeds_attention,
                 may_be_skipped=product.may_be_skipped,
+                built=parameter is not None,
             )
         )
     return tuple(targets)
@@ -265,7 +271,7 @@ def _check_stored(source: ModelSource, tensors: Mapping[str, TensorInfo], probed
         parameter = probed.parameter_of(name)
         if parameter is None:
             continue
-        if info.dtype not in _FLOATING:
+        if info.dtype not in FLOATING:
             raise SourceError(
                 f"{source.name}: {name} holds {info.dtype} values in {info.file}, so it is quantized already; "
                 f"{_WAY_OUT}"

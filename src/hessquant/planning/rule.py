@@ -70,15 +70,17 @@ class Unquantized:
 class Drafts:
     """How a client builds layers that predict several tokens at once, from which it drafts.
 
-    A model class of transformers leaves them out, so they stay in 16 bit, and the config lists them as ignored.
+    A model class of transformers leaves them out, so they stay in 16 bit unless they are included by name; what stays
+    is listed as ignored by the config.
 
     Attributes:
-        follows: Whether it builds them in 16 bit because the config says so; otherwise it takes them for quantized.
+        follows: Whether it builds each as the config says; otherwise it takes all for quantized as most weights are.
+            None where it builds none, and skips them in the files.
         source: Where that was read.
         classes: Beginnings of the names of classes that this holds for; empty = all that no other entry names.
     """
 
-    follows: bool
+    follows: bool | None
     source: str
     classes: tuple[str, ...] = ()
 
@@ -108,7 +110,7 @@ class Rule:
             in the source too.
         stacked_experts: Beginnings of classes whose experts it reads in no other form than all in one tensor.
         unquantized: Modules that it builds without quantization.
-        drafts: What it makes of layers to draft from that are left in 16 bit; nothing = not known.
+        drafts: What it makes of layers to draft from; nothing = not known.
         only: Beginnings of the classes that it reads the format for; empty = all.
         dtypes: Activations that it computes with.
         note: Said where the checkpoint fits, or why it does not read the format.
@@ -142,6 +144,11 @@ class Rule:
     asymmetric_note: str = ""
     beyond: str = ""
     fits: Literal["yes", "unknown"] = "yes"
+
+    def drafts_of(self, architecture: str) -> Drafts | None:
+        """What it makes of layers to draft from in models of a class; None = not known."""
+        named = [entry for entry in self.drafts if architecture.startswith(entry.classes)]
+        return next(iter([*named, *(entry for entry in self.drafts if not entry.classes)]), None)
 
     @property
     def reads(self) -> bool:

@@ -14,6 +14,7 @@ VLLM_UNQUANTIZED = (
 _SGLANG_PLAIN = "SGLang 0.5.23, models/qwen3_moe.py, layers/attention/dsa/dsa_indexer.py and others: no quant_config"
 SGLANG_UNQUANTIZED = (
     *(Unquantized(name, _SGLANG_PLAIN) for name in (*_ROUTERS, *_INDEXERS, "eh_proj", "*conv1d")),
+    Unquantized("mtp.fc", "SGLang 0.5.23, models/qwen3_next_mtp.py, models/qwen3_5_mtp.py"),
     # It takes whatever is quantized there for AWQ.
     Unquantized("kv_b_proj", "SGLang 0.5.23, models/deepseek_common/deepseek_weight_loader.py"),
 )
@@ -33,6 +34,7 @@ VLLM_DRAFTS = (
         ("Deepseek", "Glm4Moe", "Qwen3Next", "Qwen3_5"),
     ),
 )
+TRANSFORMERS_DRAFTS = (Drafts(None, "run here on 3 December 2026 on a tiny DeepseekV3ForCausalLM, compressed-tensors"),)
 # It looks these up as `model.layers.N`, and the checkpoint calls them `model.mtp_layers.0` or `model.mtp_block.0`.
 VLLM_RENAMED_DRAFTS = Drafts(
     False, "vLLM 0.32.0, models/mimo_mtp.py, models/ernie_mtp.py", ("MiMoForCausalLM", "Ernie4_5_Moe")

@@ -14,6 +14,7 @@ from hessquant.planning.rule import Client, Evidence, Part, Rule, Setting
 from hessquant.planning.server_modules import (
     SGLANG_DRAFTS,
     SGLANG_UNQUANTIZED,
+    TRANSFORMERS_DRAFTS,
     VLLM_DRAFTS,
     VLLM_RENAMED_DRAFTS,
     VLLM_UNQUANTIZED,
@@ -187,6 +188,7 @@ _COMPRESSED_TENSORS = (
             "yes", Evidence("measured", "run here on 2 December 2026 with compressed-tensors 0.20.1", _EXPERTS_RUN)
         ),
         experts_whole=True,
+        drafts=TRANSFORMERS_DRAFTS,
         note="needs compressed-tensors 0.20",
         asymmetric_note="asymmetric only with CompressedTensorsConfig(dequantize=True)",
         beyond="never tried",
@@ -272,6 +274,7 @@ _NVFP4_GPU = replace(
     symmetric=frozenset({4}),
     group_sizes=None,
     mixed={},
+    experts=None,
     note="as weights of 4 bits with activations of 16, by Marlin on most GPUs; never run here",
 )
 _NVFP4 = (

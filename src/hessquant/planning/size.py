@@ -8,6 +8,7 @@ from typing import Literal
 
 from hessquant import memory
 from hessquant.config import LONGEST_DEFAULT_WINDOW, Config
+from hessquant.formats.fused import fused_with
 from hessquant.models.probe import Probe
 from hessquant.place import Place, device_memory
 from hessquant.planning.patterns import weight_pattern
@@ -170,6 +171,14 @@ def _fixed_bytes(probe: Probe, targets: Sequence[Target], config: Config, place:
     of_block: dict[int, list[Target]] = {index: [] for index in range(head)}
     for target in targets:
         of_block.setdefault(target.block, []).append(target)
+    for index, members in of_block.items():
+        if index > head:
+            # Of what the model class does not build, no more is in memory at a time than servers make one matrix of.
+            # These are in float32 wherever they are.
+            sizes = {target.name: HESSIAN // element * target.rows * target.columns for target in members}
+            weights[index] = max(sizes.values())
+            for fused in fused_with(sizes).values():
+                weights[index] = max(weights[index], sum(sizes[name] for name in fused))
     if probe.whole:
         held = element * sum(weights.values()) + _codes(targets)
         return held + max((_statistics(members, config, place) for members in of_block.values()), default=0)

@@ -10,6 +10,7 @@ from hessquant.models.flow import MIN_ROWS
 from hessquant.models.probe import Probe
 from hessquant.models.products import ProbedProduct
 from hessquant.planning.patterns import match_all
+from hessquant.planning.unbuilt import is_built, matrix_fault, unbuilt_weights
 from hessquant.planning.untouched import EXCLUDED, left_alone, namesakes, product_fault, reason_left
 from hessquant.records import TensorInfo
 
@@ -34,14 +35,13 @@ def select_targets(
     head = head_product(probe)
     if head is not None and any(head.name in matched for matched in included.values()):
         candidates[head.name] = head
-    _check_included(included, candidates, probe)
-
-    asked = frozenset().union(*included.values())
-    reasons = {
-        name: product.chooses or f"only {product.rows} rows"
-        for name, product in _gates(candidates, probe.hidden_size).items()
-        if name not in asked
-    }
+    unbuilt, reasons = unbuilt_weights(included, frozenset().union(*excluded.values()), probe, tensors)
+    candidates |= unbuilt
+    asked = frozenset().union(*included.values()) - unbuilt.keys()
+    for name, product in _gates(candidates, probe.hidden_size).items():
+        if name not in asked:
+            reasons.setdefault(name, product.chooses or f"only {product.rows} rows")
+    _check_included(included, candidates, reasons, probe, tensors)
     others = namesakes(candidates.values(), tensors, probe)
     for pattern, matched in excluded.items():
         meant = matched.union(*(others[name] for name in matched & others.keys()))
@@ -96,7 +96,11 @@ def head_product(probe: Probe) -> ProbedProduct | None:
 
 
 def _check_included(
-    included: Mapping[str, frozenset[str]], candidates: Mapping[str, ProbedProduct], probe: Probe
+    included: Mapping[str, frozenset[str]],
+    candidates: Mapping[str, ProbedProduct],
+    reasons: Mapping[str, str],
+    probe: Probe,
+    tensors: Mapping[str, TensorInfo],
 ) -> None:
     for pattern, matched in included.items():
         embeddings = sorted(
@@ -109,9 +113,10 @@ def _check_included(
                 f"include pattern {pattern!r} matches {embeddings[0]}: quantizing embeddings is not supported; choose "
                 "a pattern that leaves them out"
             )
-        if not matched & candidates.keys():
+        if not matched & (candidates.keys() - reasons.keys()):
             name = min(matched)
-            why = reason_left(TensorInfo(name, (), "", 0, ""), probe)
+            unbuilt = None if is_built(name, probe) or name not in tensors else matrix_fault(tensors[name])
+            why = reasons.get(name) or unbuilt or reason_left(TensorInfo(name, (), "", 0, ""), probe)
             raise PlanError(f"include pattern {pattern!r} matches nothing that can be quantized: {name} is {why}")
 
 

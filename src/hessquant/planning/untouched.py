@@ -12,6 +12,9 @@ from hessquant.models.products import ProbedProduct
 from hessquant.planning.patterns import weight_pattern
 from hessquant.records import TensorInfo
 
+UNBUILT = "unknown to the model class; copied as it is"
+"""The reason where it has nothing that a tensor ends in."""
+
 EXCLUDED = "excluded by pattern"
 """How the reason begins where the user left a weight out."""
 
@@ -59,7 +62,7 @@ def reason_left(info: TensorInfo, probe: Probe) -> str:
         return "buffer"
     key = probe.keys.get(info.name, info.name)
     if key not in probe.parameters:
-        return "unknown to the model class; copied as it is"
+        return UNBUILT
     fault = _parameter_fault(key, probe)
     if fault is None:
         fault = next(

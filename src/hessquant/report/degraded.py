@@ -23,11 +23,15 @@ _LEAST_NEW = 0.1
 
 _EXPERTS_NAMED = 20
 _NUMBERED = re.compile(r"(?:expert_?)?(\d+)")
+_TO_THE_FIRST_NUMBER = re.compile(r".*?\d+")
 
 
 def degradations(records: Sequence[LayerRecord]) -> tuple[str, ...]:
-    """One sentence per weight that is less than was asked for; one per module for its experts with too few tokens."""
-    return (*_of_weights(records), *_of_experts(records))
+    """One sentence per weight that is less than was asked for; one per module for its experts with too few tokens.
+
+    Of what the model class does not build there is one for each part, such as a draft layer.
+    """
+    return (*_of_weights(record for record in records if record.built), *_of_experts(records), *_of_unbuilt(records))
 
 
 def starving(records: Sequence[LayerRecord]) -> str | None:
@@ -127,6 +131,20 @@ def _of_experts(records: Iterable[LayerRecord]) -> Iterator[str]:
         yield (
             f"{module}: only {min(seen.values())} to {max(seen.values())} calibration tokens were routed to "
             f"{_listed(seen)}; most of their Hessians is that of all experts, take more windows"
+        )
+
+
+def _of_unbuilt(records: Iterable[LayerRecord]) -> Iterator[str]:
+    parts: dict[str, list[str]] = {}
+    for record in records:
+        if not record.built:
+            numbered = _TO_THE_FIRST_NUMBER.match(record.name)
+            parts.setdefault("" if numbered is None else numbered[0], []).append(record.name)
+    for part, names in parts.items():
+        which = f"{part}: {len(names):,} weights, such as {names[0]}," if part and len(names) > 1 else ", ".join(names)
+        yield (
+            f"{which} not calibrated: the model class does not run what it does not build; rounded to nearest on "
+            "searched scales"
         )
 
 

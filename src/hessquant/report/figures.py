@@ -6,9 +6,9 @@ from math import fsum
 from statistics import median
 from typing import NamedTuple
 
-from hessquant.records import ExpertLoad, Plan, ServerVerdict
+from hessquant.records import ExpertLoad, Plan, ServerVerdict, Target
 from hessquant.report.units import format_bytes
-from hessquant.results import CalibrationRecord, LayerRecord
+from hessquant.results import CalibrationRecord, InspectedWeight, LayerRecord
 
 SERVER_HEADINGS = ("client", "opens", "known by", "reason")
 """Of the table of verdicts."""
@@ -18,9 +18,12 @@ SERVER_HEADINGS = ("client", "opens", "known by", "reason")
 class Totals:
     """All layers of a run together.
 
+    Means are over the layers that were calibrated, where any were.
+
     Attributes:
         layers: Quantized weights.
         rtn_layers: Those of them that were rounded to nearest as a whole.
+        unbuilt_layers: Those of these that the model class does not build, so that nothing could be calibrated.
         mean_relative_to_rtn: Mean over layers of loss / round-to-nearest's loss; 1 when there are none.
         mean_relative_output_error: Mean over layers of loss / output energy; null when undefined everywhere.
         mean_expected_to_rtn: Mean over layers of expected loss / round-to-nearest's loss.
@@ -35,6 +38,7 @@ class Totals:
 
     layers: int
     rtn_layers: int
+    unbuilt_layers: int
     mean_relative_to_rtn: float
     mean_relative_output_error: float | None
     mean_expected_to_rtn: float | None
@@ -63,13 +67,16 @@ class Kind(NamedTuple):
 
 def totals(layers: Sequence[LayerRecord]) -> Totals:
     """Sum up layers: a whole run, one kind of weight, or one kind within one block."""
+    calibrated = [layer for layer in layers if layer.built]
+    counted = calibrated or layers
     return Totals(
         layers=len(layers),
         rtn_layers=sum(layer.method == "rtn" for layer in layers),
-        mean_relative_to_rtn=fsum(layer.relative_to_rtn for layer in layers) / len(layers) if layers else 1.0,
-        mean_relative_output_error=_mean(layer.relative_output_error for layer in layers),
-        mean_expected_to_rtn=_mean(_to_rtn(layer, layer.expected_loss) for layer in layers),
-        mean_floor_to_rtn=_mean(_to_rtn(layer, layer.floor) for layer in layers),
+        unbuilt_layers=len(layers) - len(calibrated),
+        mean_relative_to_rtn=fsum(layer.relative_to_rtn for layer in counted) / len(counted) if counted else 1.0,
+        mean_relative_output_error=_mean(layer.relative_output_error for layer in counted),
+        mean_expected_to_rtn=_mean(_to_rtn(layer, layer.expected_loss) for layer in counted),
+        mean_floor_to_rtn=_mean(_to_rtn(layer, layer.floor) for layer in counted),
         raised_damping=sum(layer.damping_used > layer.damping for layer in layers),
         fallback_rows=sum(layer.fallback_rows for layer in layers),
         dead_columns=sum(layer.dead_columns for layer in layers),
@@ -82,7 +89,7 @@ def totals(layers: Sequence[LayerRecord]) -> Totals:
 def notes(summed: Totals) -> tuple[str, ...]:
     """Everything about these layers that a reader should not overlook."""
     counted = (
-        (summed.rtn_layers, "layer rounded to nearest", "layers rounded to nearest"),
+        (summed.rtn_layers - summed.unbuilt_layers, "layer rounded to nearest", "layers rounded to nearest"),
         (summed.raised_damping, "layer with raised damping", "layers with raised damping"),
         (summed.fallback_rows, "row kept RTN", "rows kept RTN"),
         (summed.dead_columns, "dead column", "dead columns"),
@@ -101,11 +108,26 @@ def kind_of(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
+def kind_among(weight: Target | LayerRecord | InspectedWeight) -> str:
+    """`kind_of` a weight; one that is not calibrated, as the model class does not build it, is of another kind."""
+    built = isinstance(weight, InspectedWeight) or weight.built
+    return kind_of(weight.name) if built else f"{kind_of(weight.name).removesuffix('.weight')} (not calibrated)"
+
+
+def unbuilt_sentence(plan: Plan) -> str:
+    """What is not calibrated, and why; empty if there is nothing."""
+    names = [target.name.removesuffix(".weight") for target in plan.targets if not target.built]
+    if not names:
+        return ""
+    which = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1:,} more"
+    return f"{which}: the model class does not run what it does not build; rounded to nearest on searched scales"
+
+
 def kinds_of(layers: Iterable[LayerRecord]) -> dict[str, Kind]:
     """Layers of each kind, kinds in the order of their first layer."""
     kinds: dict[str, list[LayerRecord]] = {}
     for layer in layers:
-        kinds.setdefault(kind_of(layer.name), []).append(layer)
+        kinds.setdefault(kind_among(layer), []).append(layer)
     labels = kind_labels(kinds)
     return {name: Kind(labels[name], members, totals(members)) for name, members in kinds.items()}
 

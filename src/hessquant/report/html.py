@@ -8,7 +8,7 @@ from hessquant.report.charts import Point, bounds_chart, legend, loss_chart, out
 from hessquant.report.figures import (
     SERVER_HEADINGS,
     Kind,
-    kind_of,
+    kind_among,
     kinds_of,
     notes,
     remark,
@@ -115,12 +115,14 @@ def _points(report: RunReport, kinds: Mapping[str, Kind]) -> list[Point]:
     block_of = {target.name: target.block for target in report.plan.targets}
     groups: dict[tuple[int, str], list[LayerRecord]] = {}
     for layer in report.layers:
-        groups.setdefault((block_of[layer.name], kind_of(layer.name)), []).append(layer)
+        groups.setdefault((block_of[layer.name], kind_among(layer)), []).append(layer)
     points = []
     for (block, kind), group in groups.items():
         summed = totals(group)
         loss, error = summed.mean_relative_to_rtn, summed.mean_relative_output_error
-        name = group[0].name if len(group) == 1 else f"{kinds[kind].label} of block {block}, mean of {len(group)}"
+        # What is not built is in none of the blocks.
+        where = f" of block {block}" if group[0].built else ""
+        name = group[0].name if len(group) == 1 else f"{kinds[kind].label}{where}, mean of {len(group)}"
         figures = f"{format_ratio(loss)} of RTN's error, {format_percent(error)} of its output"
         title = f"{name}: {'; '.join((figures, *notes(summed)))}"
         points.append(Point(series[kind], block, title, loss, error))
@@ -164,7 +166,7 @@ def _layer_cells(layer: LayerRecord) -> Iterable[str]:
     )
     yield _cell(layer.name.removesuffix(".weight"), "text name")
     yield from (f'<td data-value="{-1 if value is None else value}">{escape(text)}</td>' for text, value in figures)
-    yield _cell("; ".join(notes(summed)), "text")
+    yield _cell("; ".join((*(() if layer.built else ("not calibrated",)), *notes(summed))), "text")
 
 
 def _details(report: RunReport) -> str:

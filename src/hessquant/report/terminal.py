@@ -14,6 +14,7 @@ from rich.text import Text
 from hessquant.records import Plan, Target
 from hessquant.report.figures import (
     SERVER_HEADINGS,
+    kind_among,
     kind_labels,
     kind_of,
     kinds_of,
@@ -23,6 +24,7 @@ from hessquant.report.figures import (
     reach,
     remark,
     totals,
+    unbuilt_sentence,
     untouched_by_reason,
     variety,
     worst,
@@ -186,6 +188,7 @@ def _plan_facts(plan: Plan) -> Table:
         ("Blocks", " + ".join(f"{count} x {name}" for name, count in Counter(map(kind_of, plan.blocks)).items())),
         ("Run as one", f"the whole model is in memory, since {plan.whole}" if plan.whole else None),
         ("Targets", f"{len(plan.targets):,} weights, {grids}, group {groups}"),
+        ("Not calibrated", unbuilt_sentence(plan) or None),
         ("Bits per weight", f"{round(plan.bits_per_weight, 4):g}"),
         (
             "Size",
@@ -213,7 +216,7 @@ def _dropped(plan: Plan) -> str:
 
 def _weights_table(weights: Iterable[Target | InspectedWeight]) -> Table:
     """Weights by name, shape and grid, like ones counted instead of listed."""
-    counted = Counter((kind_of(weight.name), weight.rows, weight.columns, weight.grid) for weight in weights)
+    counted = Counter((kind_among(weight), weight.rows, weight.columns, weight.grid) for weight in weights)
     labels = kind_labels(name for name, *_ in counted)
     columns = (
         _names("weight", "total"),

@@ -25,7 +25,8 @@ from hessquant.records import Plan
 from hessquant.results import LayerRecord, Progress
 from hessquant.run.overlap import Overlap, Warm
 from hessquant.run.solve import TargetSolver
-from hessquant.run.store import FinishedBlock, RunStore
+from hessquant.run.store import FinishedBlock, Kept, RunStore
+from hessquant.run.unbuilt import UnbuiltPart, quantize_unbuilt, unbuilt_parts
 from hessquant.run.way import Way, first_way
 from hessquant.run.weights import put_back
 
@@ -79,15 +80,18 @@ def quantize_segments(
         FailedError: If a segment cannot be run, solved or kept, or the device cannot hold a single window of one.
     """
     way = first_way(plan, [batch.at(streamed.place) for batch in batches], config, streamed.place)
-    segments: Sequence[Segment[Any]] = segments_of(streamed, plan, plan.targets)
-    kept = [store.read(segment.index) for segment in segments]
+    segments: Sequence[Segment[Any]] = segments_of(streamed, plan, [each for each in plan.targets if each.built])
+    parts = unbuilt_parts(plan.targets)
+    pieces: Sequence[Kept] = (*segments, *parts)
+    kept = [store.read(piece.index) for piece in pieces]
     resumed = len(kept) - kept.count(None)
     retreats: list[str] = []
     while True:
         try:
             with Overlap(warm) as overlap:
                 run = _Run(streamed, config, way, store, progress, overlap)
-                records, forwards, mapped = run.go_through(segments, kept, plan)
+                records, forwards, mapped = run.go_through(segments, kept[: len(segments)], plan)
+                records += run.go_through_unbuilt(parts, kept[len(segments) :])
             break
         except torch.OutOfMemoryError as error:
             why = reason(error)
@@ -95,9 +99,9 @@ def quantize_segments(
         give_back(streamed.place.device)
         way, sentence = way.holding_less(f"{streamed.place.device} ran out of memory ({why})")
         retreats.append(sentence)
-        kept = [store.read(segment.index) for segment in segments]
+        kept = [store.read(piece.index) for piece in pieces]
     outputs = sum(segment.has_outputs for segment in segments)
-    weights = store.weights(segments)
+    weights = store.weights(pieces)
     return Outcome(records, weights, way.capture, forwards / outputs, resumed, mapped, tuple(retreats))
 
 
@@ -118,7 +122,8 @@ class _Run:
         """Take all batches through the segments, of which some are kept already.
 
         Returns:
-            A record per target, forward passes of all segments per window, and bytes of activations kept in files.
+            A record per target of theirs, forward passes of all segments per window, and bytes of activations in
+            files.
         """
         # Finished segments are replayed for the sake of those after them, and for nothing else.
         last_unfinished = max((index for index, finished in enumerate(kept) if finished is None), default=-1)
@@ -166,6 +171,22 @@ class _Run:
         block = FinishedBlock(tuple(solver.records), forwards)
         self.overlap.store(partial(self.store.write, segment.index, solver.quantized, block))
         return block
+
+    def go_through_unbuilt(
+        self, parts: Sequence[UnbuiltPart], kept: Sequence[FinishedBlock | None]
+    ) -> tuple[LayerRecord, ...]:
+        """Quantize what the model class does not build, but for what is kept already; gives a record per weight."""
+        records: list[LayerRecord] = []
+        for part, finished in zip(parts, kept, strict=True):
+            if finished is None:
+                read, device = self.streamed.read, self.streamed.place.device
+                weights, told = quantize_unbuilt(part, read, device, self.config, self.overlap, self.announce)
+                finished = FinishedBlock(told, 0)
+                self.overlap.store(partial(self.store.write, part.index, weights, finished))
+            else:
+                self.announce(*finished.records)
+            records.extend(finished.records)
+        return tuple(records)
 
     @torch.no_grad()
     def replay(self, segment: Segment[Any], batches: Sequence[Any], following: Sequence[str]) -> None:

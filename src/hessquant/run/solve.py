@@ -19,7 +19,7 @@ from hessquant.core.gptq import Solution
 from hessquant.core.grid import QuantizedWeight, with_global_scale
 from hessquant.core.hessian import HessianStatistics, hessian
 from hessquant.errors import FactorizationError, GridError, NonFiniteError
-from hessquant.formats.fused import sets_among
+from hessquant.formats.fused import fused_with
 from hessquant.kernels.dispatch import kernels_for
 from hessquant.place import HOST, Place
 from hessquant.planning.work import at_once
@@ -72,7 +72,7 @@ class TargetSolver:
     ) -> None:
         self._targets = {target.name: target for target in targets}
         self._parameters, self._config, self._on_layer = parameters, config, on_layer
-        self._fused, self._largest = _fused_with(self._targets), dict[str, float]()
+        self._fused, self._largest = fused_with(self._targets), dict[str, float]()
         self.quantized: dict[str, QuantizedWeight] = {}
         self.records: list[LayerRecord] = []
 
@@ -97,6 +97,18 @@ class TargetSolver:
         mean, inputs = hessian(seen), _Inputs(group.members, seen.token_count)
         del seen
         self._quantize_alone(inputs, mean)
+
+    def quantize_unseen(self, target: Target) -> None:
+        """Quantize a target of whose inputs nothing is known: with the identity as Hessian, as `core.experts` does.
+
+        Raises:
+            NonFiniteError: If the weight is not finite.
+            GridError: If it does not fit its grid.
+        """
+        parameter = self._parameters[target.locations[0].parameter]
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        identity = torch.eye(target.columns, dtype=dtype, device=parameter.device)
+        self._quantize_alone(_Inputs((target.name,), 0), identity)
 
     def _quantize_experts(self, groups: Sequence[tuple[str, ...]], statistics: dict[str, HessianStatistics]) -> None:
         stacks: dict[str, list[tuple[str, ...]]] = {}
@@ -230,16 +242,6 @@ class TargetSolver:
         return with_global_scale(target.grid, self._largest[target.name])
 
 
-def _fused_with(names: Iterable[str]) -> dict[str, list[str]]:
-    """All that some server may make one matrix of together with a target, itself among them, by its name."""
-    together: dict[str, list[str]] = {}
-    for _, _, modules in sets_among(name.removesuffix(".weight") for name in names):
-        members = [f"{module}.weight" for module in modules]
-        joined = list(dict.fromkeys(other for name in members for other in together.get(name, [name])))
-        together.update(dict.fromkeys(joined, joined))
-    return together
-
-
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
     """Inside, what fails says whose weight it is."""
@@ -276,6 +278,7 @@ def _record(
         zero_groups=solution.zero_groups,
         tiny_groups=solution.tiny_groups,
         seconds=seconds,
+        built=target.built,
         # Damping makes it an estimate from above; of these tokens alone there is no more than one each.
         effective_rank=rank if inputs.pooled_share else min(rank, inputs.tokens),
     )

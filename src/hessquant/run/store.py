@@ -11,18 +11,17 @@ Every file appears by rename. A block counts as finished when its JSON file is t
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Protocol, Self
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from hessquant.capture.segments import Segment
 from hessquant.core.grid import Grid, QuantizedWeight
 from hessquant.errors import CheckpointError, RunError
 from hessquant.files import HeldFile, replacing
@@ -55,6 +54,18 @@ class FinishedBlock:
 
     records: tuple[LayerRecord, ...]
     forwards: float
+
+
+class Kept(Protocol):
+    """What is kept as a block: a segment, or a part of what the model class does not build."""
+
+    @property
+    def index(self) -> int:
+        """Its number in the run directory."""
+
+    @property
+    def targets(self) -> Sequence[Target]:
+        """Its weights."""
 
 
 class RunStore:
@@ -152,10 +163,10 @@ class RunStore:
             return None
         return FinishedBlock(tuple(LayerRecord(**record) for record in described["records"]), described["forwards"])
 
-    def weights(self, segments: Iterable[Segment[Any]]) -> "StoredWeights":
-        """The weights of finished segments, read as they are asked for."""
+    def weights(self, finished: Iterable[Kept]) -> "StoredWeights":
+        """The weights of finished blocks, read as they are asked for."""
         return StoredWeights(
-            self.directory, {target.name: (segment.index, target) for segment in segments for target in segment.targets}
+            self.directory, {target.name: (block.index, target) for block in finished for target in block.targets}
         )
 
     def finished_blocks(self) -> int:
