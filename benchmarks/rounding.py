@@ -8,7 +8,7 @@ import hessquant
 from hessquant.core.grid import QuantizedWeight, encode, min_max
 from hessquant.models.source import resolve
 from hessquant.records import GridSpec
-from hessquant.run.solve import matrix_at, put_back
+from hessquant.run.weights import matrix_at, put_back
 from loading import load_model
 
 

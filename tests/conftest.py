@@ -9,6 +9,7 @@ from tests.device import INTERPRETED
 from tests.pretend.device import installed
 
 from hessquant.config import Config
+from hessquant.measures import Continuation, TaskScore, WindowMeasures
 from hessquant.records import GridSpec, Location, Plan, ServerVerdict, Target, TensorInfo, Untouched
 from hessquant.results import (
     CalibrationRecord,
@@ -169,7 +170,28 @@ def evaluation():
         tokens=20_440,
         windows=40,
         window_length=512,
-        comparison=Comparison("org/small-model", 25.6031, 0.10532, 0.8314),
+        comparison=Comparison(
+            base="org/small-model",
+            base_perplexity=25.6031,
+            kl_divergence=0.10532,
+            top1_agreement=0.8314,
+            base_perplexity_error=0.5317,
+            kl_error=0.00211,
+            top1_error=0.0032,
+            perplexity_ratio=1.1112,
+            ratio_error=0.0041,
+        ),
+        perplexity_error=0.6126,
+        nll_error=0.02153,
+        per_window=(WindowMeasures(511, 3.3, 3.2, 0.1, 0.83),) * 40,
+        continuations=(
+            Continuation("Once upon", " a time, it rained.", 6, " a time, there was", 5, 4),
+            Continuation("2 + 2 =", " 4", 2, " 4", 2, 2),
+        ),
+        tasks=(
+            TaskScore("capitals", "acc", "none", 0, 120, True, 0.625, 0.0443, 0.65, 0.0437),
+            TaskScore("capitals", "perplexity", "none", 0, 120, False, 11.5, None, 10.25, None),
+        ),
     )
 
 

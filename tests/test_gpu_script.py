@@ -12,11 +12,17 @@ from hessquant.kernels import cpu, twin
 
 
 def beside(kernel):
-    """A kernel of the CPU for tensors of any device, as one call."""
+    """A kernel of the CPU for tensors of any device, and batches of them, as one call."""
 
     def call(*given):
-        found = kernel(*(each.cpu() if isinstance(each, torch.Tensor) else each for each in given))
-        return tuple(tensor.to(given[0].device) for tensor in found)
+        here = [each.cpu() if isinstance(each, torch.Tensor) else each for each in given]
+        members = [here]
+        if given[0].ndim == 3:
+            members = [
+                [each[at] if isinstance(each, torch.Tensor) else each for each in here] for at in range(len(given[0]))
+            ]
+        found = (torch.stack(parts) for parts in zip(*(kernel(*member) for member in members), strict=True))
+        return tuple(part.view(*given[0].shape[:-2], *part.shape[1:]).to(given[0].device) for part in found)
 
     return call
 

@@ -22,7 +22,8 @@ import hessquant
 from hessquant.config import Config
 from hessquant.errors import HessquantError, RefusedError
 from hessquant.interrupts import INTERRUPTED, Interrupted, Interrupts
-from hessquant.options import OnceEach, config_of, options_of, signature_of
+from hessquant.measures import Trials
+from hessquant.options import OnceEach, options_of, signature_of, taken_out
 from hessquant.records import Plan
 from hessquant.report.json_report import error_json, to_json
 from hessquant.report.progress import BarProgress, LineProgress, make_progress
@@ -102,7 +103,7 @@ def _top(
 
 
 def _command(*settings: str, required: str = "") -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Make a command of a function: its parameter `config` becomes options, and `--json` is added.
+    """Make a command of a function: its parameters `config` and `trials` become options, and `--json` is added.
 
     Args:
         settings: Those of `Config` that it has options for; none = all.
@@ -114,7 +115,8 @@ def _command(*settings: str, required: str = "") -> Callable[[Callable[..., int]
         @functools.wraps(work)
         def run(*, as_json: bool, **given: Any) -> int:
             _interrupts().reported = not as_json
-            return work(config=config_of({name: given.pop(name) for name in options}), **given)
+            settings = taken_out(given, options)
+            return work(**settings, **given)
 
         run.__signature__ = signature_of(work, options)  # type: ignore[attr-defined]
         return app.command(cls=OnceEach)(run)
@@ -204,6 +206,7 @@ def evaluate(
         int | None, typer.Option(min=2, help="Tokens per window.", show_default="the least of 2048 and all contexts")
     ] = None,
     *,
+    trials: Trials,
     config: Config,
 ) -> int:
     """Measure MODEL's perplexity, and its distance from BASE."""
@@ -216,6 +219,7 @@ def evaluate(
             window_length=window_length,
             config=config,
             progress=progress,
+            **trials,
         )
     _show(evaluation, render_evaluation(evaluation))
     return _DONE

@@ -247,6 +247,11 @@ class Config:
         choose="choose a share from 0 to 1, for example 0.2",
         metavar="SHARE",
     )
+    requantize: bool = _said(
+        False,
+        "Take a source that is quantized to integers already, at a cost in quality. It is decoded first: gptq, awq, or "
+        "compressed-tensors; one in FP8 or MXFP4 needs no leave.",
+    )
     activation_memory: int | None = _said(
         None,
         "Bytes for the calibration tokens' activations; beyond that, those between blocks go to a file.",

@@ -75,7 +75,15 @@ class NonFiniteError(FailedError):
 
 
 class FactorizationError(FailedError):
-    """The Hessian cannot be factored, even with the largest damping allowed."""
+    """The Hessian cannot be factored, even with the largest damping allowed.
+
+    Attributes:
+        members: Of a batch of Hessians, those that cannot with the damping asked for; more may help each.
+    """
+
+    def __init__(self, message: str, members: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.members = members
 
 
 class GridError(FailedError):

@@ -172,6 +172,29 @@ class Untouched:
 
 
 @dataclass(frozen=True)
+class SourceForm:
+    """How the weights of a source are stored, where that is not plain 16 or 32 bit.
+
+    Attributes:
+        title: What the form is, in words; empty if all is plain.
+        dequantized: Names of the tensors that are dequantized as they are read.
+        dropped: Stored tensors that have no place in the result, and why.
+        parts_bytes: Bytes of what is stored of those tensors that are dequantized at the same time, at most.
+        values_bytes: Bytes of their values in float32.
+    """
+
+    title: str = ""
+    dequantized: frozenset[str] = frozenset()
+    dropped: tuple[Untouched, ...] = ()
+    parts_bytes: int = 0
+    values_bytes: int = 0
+
+
+PLAIN = SourceForm()
+"""That of a source whose tensors are seen as they are stored."""
+
+
+@dataclass(frozen=True)
 class ServerVerdict:
     """Whether one client opens the planned checkpoint.
 
@@ -252,7 +275,7 @@ class Plan:
         bits_per_weight: Mean bits of a target's weights with scales and zeros.
         unquantized_share: Share of the source's weight bytes that stays as it is, 0 to 1.
         unquantized_matrices: The same, embeddings and head apart.
-        source_bytes: Bytes of all source tensors.
+        source_bytes: Bytes of all source tensors; of those that are dequantized, in 16 bit.
         output_bytes: Bytes of all output tensors.
         memory_bytes: Estimated peak of anonymous memory.
         tensor_parallel: Largest tensor-parallel size (a power of two up to 64) that the shapes allow.
@@ -271,6 +294,8 @@ class Plan:
         device_memory: Bytes that it has; 0 without one, or where that does not matter.
         expert_load: Of the experts that can expect the fewest tokens; None where none is quantized, all see all
             tokens, or nothing says how many are chosen.
+        source_form: How the source's weights are stored, in words; empty if they are plain 16 or 32 bit.
+        dropped: Tensors of the source that have no place in the result, and why.
     """
 
     source: str
@@ -303,6 +328,8 @@ class Plan:
     device_memory_bytes: int = 0
     device_memory: int = field(default=0, compare=False)
     expert_load: ExpertLoad | None = None
+    source_form: str = ""
+    dropped: tuple[Untouched, ...] = ()
 
     @property
     def fits(self) -> bool:

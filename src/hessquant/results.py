@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from hessquant.measures import Continuation, TaskScore, WindowMeasures
 from hessquant.records import GridSpec, Plan, TensorInfo
 
 
@@ -210,6 +211,11 @@ class Comparison:
         kl_divergence: Mean over predicted tokens of KL(base || model), in nats.
         top1_agreement: Share of predicted tokens where both put the same token first.
         whole: Why the whole base model was in memory; empty if its blocks were run one by one.
+        base_perplexity_error: Standard error over windows; None for one window, as those below.
+        kl_error: Likewise.
+        top1_error: Likewise.
+        perplexity_ratio: The model's perplexity divided by the base's.
+        ratio_error: Its standard error over windows, which both models saw alike.
     """
 
     base: str
@@ -217,6 +223,11 @@ class Comparison:
     kl_divergence: float
     top1_agreement: float
     whole: str = ""
+    base_perplexity_error: float | None = None
+    kl_error: float | None = None
+    top1_error: float | None = None
+    perplexity_ratio: float | None = None
+    ratio_error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -233,6 +244,11 @@ class Evaluation:
         window_length: Tokens per window.
         comparison: Against a base model, if one was given.
         whole: Why the whole model was in memory; empty if its blocks were run one by one.
+        perplexity_error: Standard error over windows, by the delta method; None for one window, as the next.
+        nll_error: That of the mean.
+        per_window: The means of each window that has a token to predict.
+        continuations: What the model makes of prompts, where that was asked for.
+        tasks: Scores in lm-eval's tasks, likewise.
     """
 
     model: str
@@ -244,16 +260,21 @@ class Evaluation:
     window_length: int
     comparison: Comparison | None = None
     whole: str = ""
+    perplexity_error: float | None = None
+    nll_error: float | None = None
+    per_window: tuple[WindowMeasures, ...] = ()
+    continuations: tuple[Continuation, ...] = ()
+    tasks: tuple[TaskScore, ...] = ()
 
 
 @dataclass(frozen=True)
 class InspectedWeight:
-    """One quantized weight found in a checkpoint."""
+    """One quantized weight found in a checkpoint; `grid` is None where its values are floats, as in FP8."""
 
     name: str
     rows: int
     columns: int
-    grid: GridSpec
+    grid: GridSpec | None
     bytes: int
 
 
@@ -263,7 +284,7 @@ class Inspection:
 
     Attributes:
         directory: Its name.
-        format: "gptq", "gptq_v2", or "none" when nothing is quantized.
+        format: "gptq", "gptq_v2" or another in words, or "none" when nothing is quantized.
         weights: Quantized weights.
         untouched: Every other tensor.
         bits_per_weight: Mean bits per quantized weight, scales and zeros included; 0 when none.

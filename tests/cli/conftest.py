@@ -58,9 +58,10 @@ class FakePipeline(ModuleType):
         window_length=None,
         config=None,
         progress=None,
+        **trials,
     ):
         asked = {"model": model, "against": against, "text": text, "num_windows": num_windows}
-        self._ask(**asked, window_length=window_length, config=config)
+        self._ask(**asked, window_length=window_length, config=config, **trials)
         return self.evaluation
 
     def inspect(self, directory, *, trust_remote_code=False):

@@ -223,6 +223,35 @@ def test_evaluate_passes_every_option(pipeline):
     }
 
 
+def test_evaluate_passes_what_else_is_to_be_tried(pipeline):
+    options = ["--generate", "9", "--prompts", "p.txt", "--tasks", "a, b,,c", "--task-path", "own"]
+    assert cli.main(["evaluate", "m", *options]) == 0
+    tried = {name: pipeline.asked[name] for name in ("generate", "prompts", "tasks", "task_path")}
+    assert tried == {"generate": 9, "prompts": Path("p.txt"), "tasks": ("a", "b", "c"), "task_path": Path("own")}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tokens"),
+    [
+        (["m", "--generate"], 48),
+        (["--generate", "m"], 48),
+        (["m", "--generate", "--num-windows", "3"], 48),
+        (["--generate", "7", "m"], 7),
+        (["m", "--generate=7"], 7),
+        (["--generate", "--", "m"], 48),
+    ],
+)
+def test_the_number_of_tokens_may_be_left_out(pipeline, arguments, tokens):
+    assert cli.main(["evaluate", *arguments]) == 0
+    assert (pipeline.asked["model"], pipeline.asked["generate"]) == ("m", tokens)
+
+
+@pytest.mark.parametrize("options", [["--generate", "0"], ["--generate", "-2"], ["--generate=x"], ["--tasks", " ,"]])
+def test_trials_that_mean_nothing_are_refused(pipeline, options):
+    assert cli.main(["evaluate", "m", *options]) == 2
+    assert pipeline.asked == {}
+
+
 def test_evaluate_defaults(pipeline):
     assert cli.main(["evaluate", "m"]) == 0
     assert (pipeline.asked["num_windows"], pipeline.asked["window_length"]) == (None, None)

@@ -14,24 +14,29 @@ def statistics_of(inputs):
 
 
 def test_the_weight_of_the_pool_falls_from_one_to_nothing():
-    pool = statistics_of(correlated_inputs(256, COLUMNS, 1))
+    common = hessian.hessian(statistics_of(correlated_inputs(256, COLUMNS, 1)))
     counts = (1, COLUMNS, 100 * COLUMNS)
-    shares = [shrink(statistics_of(correlated_inputs(count, COLUMNS, 0)), pool)[1] for count in counts]
+    _, shares = shrink([statistics_of(correlated_inputs(count, COLUMNS, 0)) for count in counts], common)
     assert shares == pytest.approx([32 / 33, 1 / 3, 1 / 201])
 
 
 def test_the_mean_is_between_the_experts_own_and_the_pools():
-    own, pool = statistics_of(correlated_inputs(64, COLUMNS, 0)), statistics_of(correlated_inputs(256, COLUMNS, 1))
-    mean, share = shrink(own, pool)
-    expected = (1 - share) * hessian.hessian(own) + share * hessian.hessian(pool)
-    assert torch.equal(mean, expected)
+    experts = [statistics_of(correlated_inputs(count, COLUMNS, count)) for count in (64, 9)]
+    common = hessian.hessian(statistics_of(correlated_inputs(256, COLUMNS, 1)))
+    sums = [own.sum.clone() for own in experts]
+    means, shares = shrink(experts, common)
+    for mean, share, own, before in zip(means, shares, experts, sums, strict=True):
+        assert torch.equal(mean, (1 - share) * hessian.hessian(own) + share * common)
+        assert torch.equal(own.sum, before)
 
 
 @pytest.mark.parametrize("own", [None, HessianStatistics.empty(COLUMNS, torch.float64)], ids=["none", "empty"])
 def test_without_tokens_the_hessian_is_the_identity(own):
-    mean, share = shrink(own, statistics_of(correlated_inputs(256, COLUMNS, 1)))
-    assert torch.equal(mean, torch.eye(COLUMNS, dtype=torch.float64))
-    assert share == 1
+    some = statistics_of(correlated_inputs(256, COLUMNS, 1))
+    means, shares = shrink([own, some, own], hessian.hessian(some))
+    assert torch.equal(means[0], torch.eye(COLUMNS, dtype=torch.float64))
+    assert torch.equal(means[2], means[0])
+    assert shares == [1, pytest.approx(1 / 9), 1]
 
 
 def test_the_pool_is_the_sum_over_experts():

@@ -48,16 +48,16 @@ def test_the_sweep_loses_what_theory_expects(layer):
     grid = roomy(weight)
     codes = swept(weight, hessian, SPEC, order="activation", damping=0.0, grid=grid)
     loss = loss_of(codes, weight, hessian, grid)
-    assert loss == pytest.approx(expected_sweep_loss(grid, factor), rel=0.05)
+    assert loss == pytest.approx(expected_sweep_loss(grid, factor).item(), rel=0.05)
 
 
 def test_the_floor_is_the_same_for_every_order_and_below_each_ones_expected_loss(layer):
     weight, hessian = layer
     grid = min_max(weight, SPEC)
     factors = [factorize(hessian, damping=0.01, order=o, group_width=16) for o in ("natural", "activation", "group")]
-    floors = [order_free_floor(grid, factor) for factor in factors]
+    floors = [order_free_floor(grid, factor).item() for factor in factors]
     assert floors == pytest.approx([floors[0]] * 3)
-    assert all(expected_sweep_loss(grid, factor) >= floors[0] for factor in factors)
+    assert all(expected_sweep_loss(grid, factor).item() >= floors[0] for factor in factors)
 
 
 @pytest.mark.parametrize("order", ["natural", "activation"])
@@ -73,7 +73,7 @@ def test_dead_columns_count_for_nothing(order):
     with_them = factorize(hessian, damping=0.01, order=order, group_width=12)
     without = factorize(hessian[live][:, live], damping=0.01, order=order, group_width=6)
     for bound in (expected_sweep_loss, order_free_floor):
-        assert bound(grid, with_them) == pytest.approx(bound(grid, without), rel=1e-9)
+        assert bound(grid, with_them).item() == pytest.approx(bound(grid, without).item(), rel=1e-9)
 
 
 def test_of_the_scales_each_column_takes_its_own_groups():
@@ -91,25 +91,25 @@ def test_of_the_scales_each_column_takes_its_own_groups():
         losses = [grid.scales[row, j // 4].item() ** 2 / 12 * factor.importance[j].item() for j in live]
         expected += sum(losses)
         floor += len(live) * math.prod(losses) ** (1 / len(live))
-    assert expected_sweep_loss(grid, factor) == pytest.approx(expected)
-    assert order_free_floor(grid, factor) == pytest.approx(floor)
+    assert expected_sweep_loss(grid, factor).item() == pytest.approx(expected)
+    assert order_free_floor(grid, factor).item() == pytest.approx(floor)
 
 
 def test_where_all_columns_are_dead_nothing_is_lost():
     weight, _ = random_layer(2, 4, seed=4)
     factor = factorize(torch.zeros(4, 4), damping=0.01, order="natural", group_width=4)
     grid = min_max(weight, GridSpec(bits=4))
-    assert (expected_sweep_loss(grid, factor), order_free_floor(grid, factor)) == (0.0, 0.0)
+    assert (expected_sweep_loss(grid, factor).item(), order_free_floor(grid, factor).item()) == (0.0, 0.0)
 
 
 def test_rows_are_looked_at_in_chunks(monkeypatch):
     weight, hessian = random_layer(7, 16, seed=5)
     grid = min_max(weight, SPEC)
     factor = factorize(hessian, damping=0.01, order="natural", group_width=16)
-    whole = order_free_floor(grid, factor)
+    whole = order_free_floor(grid, factor).item()
     for chunk in (1, 40, 7 * 16):
         monkeypatch.setattr(objective, "_CHUNK", chunk)
-        assert order_free_floor(grid, factor) == pytest.approx(whole, rel=1e-12)
+        assert order_free_floor(grid, factor).item() == pytest.approx(whole, rel=1e-12)
 
 
 def test_the_floor_is_the_determinant_bound():
@@ -118,4 +118,4 @@ def test_the_floor_is_the_determinant_bound():
     factor = factorize(hessian, damping=0.01, order="natural", group_width=8)
     step = grid.scales.item()
     determinant = torch.linalg.det(damped(hessian, 0.01)).item()
-    assert order_free_floor(grid, factor) == pytest.approx(step**2 / 12 * 8 * determinant ** (1 / 8))
+    assert order_free_floor(grid, factor).item() == pytest.approx(step**2 / 12 * 8 * determinant ** (1 / 8))

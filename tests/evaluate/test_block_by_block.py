@@ -1,12 +1,15 @@
 """Evaluating runs a model block by block: the numbers are those of the whole model, and it is never all in memory."""
 
 import gc
+import json
 import math
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 from benchmarks.loading import load_model, logits_of
+from safetensors.torch import load_file, save_file
 from tests.checkpoint.gguf_cases import byte_level, save_model, save_tokenizer
 from tests.tiny import TINY, tokens
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -24,7 +27,7 @@ from transformers import (
 import hessquant
 from hessquant.calibration.windows import evaluation_windows
 from hessquant.checkpoint.reader import CheckpointReader
-from hessquant.errors import CaptureError, ConfigError, DeviceMemoryError, NonFiniteError, PlanError
+from hessquant.errors import CalibrationError, CaptureError, ConfigError, DeviceMemoryError, NonFiniteError, PlanError
 from hessquant.evaluation import compare, perplexity
 from hessquant.models.source import resolve
 from hessquant.pipeline import evaluating
@@ -161,6 +164,91 @@ def test_logits_are_made_in_parts_where_they_are_many(make, monkeypatch):
     assert made == [300, 256, 256, 187, 256, 256]
     assert found.tokens == whole.tokens == 299 + 699 + 512
     assert found.nll == pytest.approx(whole.nll, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["whole", "nothing to choose by"])
+def test_logits_are_made_in_parts_by_any_model_that_names_its_head(make, monkeypatch, kind):
+    long = [TokenWindow(tuple(torch.randint(97, (700,)).tolist()))]
+    config = OpenAIGPTConfig(**GPT, n_positions=1024) if kind == "whole" else LlamaConfig(**TINY)
+    source = resolve(make(config))
+    expected = perplexity(logits_of(load_model(source), long), long)
+    weights = sum(weight.nbytes for weight in load_model(source).parameters())
+    # A model that is in memory as a whole may have logits as large as its weights.
+    allowed = 97 * 4 * 300
+    monkeypatch.setattr(forward, "_LOGITS_BYTES", allowed)
+    monkeypatch.setattr(forward, "_KEEP", "no_such_parameter")
+    sizes = []
+    run = forward.ForwardPass._run
+    monkeypatch.setattr(
+        forward.ForwardPass, "_run", lambda *given: sizes.append((out := run(*given)).logits.nbytes) or out
+    )
+    with CheckpointReader(source.directory) as reader:
+        streamed, structure = evaluating.stream_checkpoint(source, reader)
+        forward_pass = forward.ForwardPass(streamed, structure, long)
+        forward_pass.begin(evaluating.ActivationStore(1 << 20, source.directory, ""), evaluating.SILENT)
+        with forward_pass.logits() as logits:
+            found = perplexity(logits, long)
+    assert max(sizes) <= (max(allowed, weights) if kind == "whole" else allowed)
+    assert len(sizes) == (1 if kind == "whole" else 3)
+    assert found.nll == pytest.approx(expected.nll, rel=1e-6)
+
+
+def test_a_window_as_long_as_the_context_is_taken_and_one_longer_is_not(make, tmp_path):
+    model = make(LlamaConfig(**{**TINY, "max_position_embeddings": 3000}))
+    path = tmp_path / "long.txt"
+    path.write_text(" ".join(f"w{n % 97}" for n in range(3001)))
+    found = hessquant.evaluate(model, text=str(path), window_length=3000)
+    assert (found.windows, found.tokens, found.nll_error) == (1, 2999, None)
+    with pytest.raises(CalibrationError, match=r"windows of 3001 tokens are too long .* --window-length 3000 or less"):
+        hessquant.evaluate(model, text=str(path), window_length=3001)
+
+
+def foreign(directory):
+    """Make a checkpoint's config say what other tools say, in their words, and order its columns as they may."""
+    path = Path(directory) / "config.json"
+    config = json.loads(path.read_text())
+    described = config["quantization_config"]
+    if described["quant_method"] == "gptq":
+        described |= {"desc_act": True, "meta": {"quantizer": ["gptqmodel:4.0.0"]}, "lm_head": False}
+        state = load_file(Path(directory) / "model.safetensors")
+        for name in [name for name in state if name.endswith(".g_idx")]:
+            # Another order of the inputs within a row of codes is what desc_act leaves: here the groups are turned.
+            state[name] = state[name].flip(0).contiguous()
+        save_file(state, Path(directory) / "model.safetensors", {"format": "pt"})
+    else:
+        described |= {"quantization_status": "compressed", "kv_cache_scheme": None, "global_compression_ratio": None}
+    path.write_text(json.dumps(config))
+
+
+def test_checkpoints_of_two_other_tools_are_compared(make, text, tmp_path):
+    model = make(LlamaConfig(**TINY))
+    names = {dialect: quantized(model, tmp_path / dialect, dialect) for dialect in ("gptq", "compressed-tensors")}
+    same = hessquant.evaluate(names["gptq"], against=names["compressed-tensors"], text=text, window_length=LENGTH)
+    assert (same.comparison.kl_divergence, same.comparison.top1_agreement) == (0.0, 1.0)
+    for name in names.values():
+        foreign(name)
+    found = hessquant.evaluate(names["gptq"], against=names["compressed-tensors"], text=text, window_length=LENGTH)
+    whole = compare(*(logits_of(load_model(resolve(name)), WINDOWS) for name in names.values()), WINDOWS)
+    assert found.comparison.kl_divergence == whole.kl_divergence > 0
+    assert found.comparison.base_perplexity == pytest.approx(math.exp(whole.base.nll))
+
+
+def test_models_of_other_tokens_are_not_compared(make, text, tmp_path, monkeypatch):
+    model, base = make(LlamaConfig(**TINY)), make(LlamaConfig(**TINY), "base")
+    tokenizer = Path(base) / "tokenizer.json"
+    said = json.loads(tokenizer.read_text())
+    vocabulary = said["model"]["vocab"]
+    vocabulary["w96 padding"] = vocabulary.pop("w96")
+    del vocabulary["w95"]  # which only one of them names
+    tokenizer.write_text(json.dumps(said))
+    monkeypatch.setattr(CheckpointReader, "read", lambda *_: pytest.fail("read"))
+    with pytest.raises(ConfigError, match="differ in 1 tokens, first: 96 is 'w96' in the one and 'w96 padding' in the"):
+        hessquant.evaluate(model, against=base, text=text, window_length=LENGTH)
+    monkeypatch.undo()
+    monkeypatch.setenv("HESSQUANT_CACHE", str(tmp_path / "cache"))
+    for file in Path(base).glob("tokenizer*"):
+        file.unlink()
+    assert hessquant.evaluate(model, against=base, text=text, window_length=LENGTH).comparison.kl_divergence > 0
 
 
 def test_a_model_that_gives_other_logits_than_were_asked_for_is_refused(make, text, monkeypatch):

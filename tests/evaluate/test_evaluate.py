@@ -1,4 +1,5 @@
 import math
+import statistics
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import hessquant
 from hessquant.errors import ConfigError, NonFiniteError, NotEnoughTextError
 from hessquant.evaluation import CHUNK, Perplexity, compare, perplexity
+from hessquant.measures import WindowMeasures
 from hessquant.records import TokenWindow
 from hessquant.results import Comparison
 
@@ -159,6 +161,60 @@ def test_perplexity_beyond_floats_is_infinite():
     assert Perplexity(nll=1000.0, tokens=1).perplexity == math.inf
 
 
+def by_hand(values):
+    """Standard error of a mean of windows of one length, as textbooks have it."""
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
+def test_errors_are_those_of_the_mean_over_windows(model, base):
+    generator = torch.Generator().manual_seed(3)
+    windows = [TokenWindow(tuple(torch.randint(VOCABULARY, (9,), generator=generator).tolist())) for _ in range(6)]
+    found = contrasted(model, base, windows)
+    alone = [contrasted(model, base, [window]) for window in windows]
+    assert found.windows == tuple(
+        WindowMeasures(8, one.model.nll, one.base.nll, one.kl_divergence, one.top1_agreement) for one in alone
+    )
+    for error, values in (
+        (found.model.nll_error, [one.model.nll for one in alone]),
+        (found.base.nll_error, [one.base.nll for one in alone]),
+        (found.kl_error, [one.kl_divergence for one in alone]),
+        (found.top1_error, [one.top1_agreement for one in alone]),
+        (found.nll_difference_error, [one.model.nll - one.base.nll for one in alone]),
+    ):
+        assert error == pytest.approx(by_hand(values), rel=1e-9)
+    assert found.kl_error > 0
+    assert found.model.perplexity_error == pytest.approx(found.model.perplexity * found.model.nll_error, rel=1e-12)
+    assert found.perplexity_ratio == pytest.approx(found.model.perplexity / found.base.perplexity, rel=1e-12)
+
+
+def test_a_short_window_counts_in_the_error_as_it_does_in_the_mean(model, windows):
+    found = perplexity(logits_of(model, windows), windows)
+    alone = [perplexity(logits_of(model, [window]), [window]) for window in windows if len(window.ids) > 1]
+    total = sum(one.tokens for one in alone)
+    squares = sum((one.tokens * (one.nll - found.nll)) ** 2 for one in alone)
+    assert found.nll_error == pytest.approx(math.sqrt(squares * 4 / 3) / total, rel=1e-9)
+    assert [window.tokens for window in found.windows] == [4, 16, CHUNK + 39, CHUNK]
+    assert math.fsum(one.tokens * one.nll for one in found.windows) / total == pytest.approx(found.nll, rel=1e-12)
+
+
+def test_one_window_states_no_error(model, base):
+    windows = [TokenWindow((5, 6, 7, 8)), TokenWindow((9,))]  # the second has nothing to predict
+    found = contrasted(model, base, windows)
+    assert (found.model.nll_error, found.model.perplexity_error, found.kl_error) == (None, None, None)
+    assert (found.top1_error, found.nll_difference_error, len(found.windows)) == (None, None, 1)
+
+
+def test_the_error_says_how_far_the_means_of_other_texts_are(model):
+    generator = torch.Generator().manual_seed(4)
+    texts = [
+        [TokenWindow(tuple(torch.randint(VOCABULARY, (6,), generator=generator).tolist())) for _ in range(12)]
+        for _ in range(40)
+    ]
+    measured = [perplexity(logits_of(model, text), text) for text in texts]
+    spread = statistics.stdev(one.nll for one in measured)
+    assert statistics.mean(one.nll_error for one in measured) == pytest.approx(spread, rel=0.3)
+
+
 @pytest.fixture
 def saved(tmp_path, model, base):
     """Directories of the model and its base, whose tokenizer has words w0 to w96; a text; its windows of 9 tokens."""
@@ -190,7 +246,19 @@ def test_evaluation_record_against_a_base_holds_the_comparison(model, base, save
     record = hessquant.evaluate(small, against=against, text=text, window_length=9, progress=progress)
     contrast = contrasted(model, base, windows)
     assert record.nll == contrast.model.nll
+    ratio = math.exp(contrast.model.nll - contrast.base.nll)
     assert record.comparison == Comparison(
-        against, contrast.base.perplexity, contrast.kl_divergence, contrast.top1_agreement
+        base=against,
+        base_perplexity=contrast.base.perplexity,
+        kl_divergence=contrast.kl_divergence,
+        top1_agreement=contrast.top1_agreement,
+        base_perplexity_error=contrast.base.perplexity * contrast.base.nll_error,
+        kl_error=contrast.kl_error,
+        top1_error=contrast.top1_error,
+        perplexity_ratio=ratio,
+        ratio_error=ratio * contrast.nll_difference_error,
     )
+    assert (record.perplexity_error, record.nll_error) == (contrast.model.perplexity_error, contrast.model.nll_error)
+    assert record.per_window == contrast.windows
+    assert len(contrast.windows) == 5
     assert (progress.stages, progress.steps) == ([("evaluate", 25)], 25)

@@ -6,6 +6,7 @@ from types import MappingProxyType
 import pytest
 
 from hessquant.errors import NonFiniteError
+from hessquant.measures import Continuation, TaskScore, WindowMeasures
 from hessquant.records import GridSpec, Location, Plan, ServerVerdict, Target, TensorInfo, Untouched
 from hessquant.report.json_report import error_json, from_json, to_json
 from hessquant.results import (
@@ -78,9 +79,11 @@ def test_a_run_report_survives_the_round_trip_to_the_last_bit(run_report):
 
 def test_an_evaluation_survives_the_round_trip(evaluation):
     loaded = json.loads(to_json(evaluation))
-    assert Evaluation(**{**loaded, "comparison": Comparison(**loaded["comparison"])}) == evaluation
+    parts = {"per_window": WindowMeasures, "continuations": Continuation, "tasks": TaskScore}
+    parts = {name: tuple(kind(**part) for part in loaded[name]) for name, kind in parts.items()}
+    assert Evaluation(**{**loaded, **parts, "comparison": Comparison(**loaded["comparison"])}) == evaluation
     alone = replace(evaluation, comparison=None)
-    assert json.loads(to_json(alone)) == asdict(alone)
+    assert json.loads(to_json(alone)) == json.loads(json.dumps(asdict(alone)))
 
 
 def test_an_inspection_survives_the_round_trip(inspection):

@@ -125,14 +125,56 @@ def test_a_long_list_is_cut_and_says_so(run_report):
 def test_an_evaluation_shows_both_models(evaluation):
     text = shown(render_evaluation(evaluation))
     assert "25.6031" in line_with(text, "org/small-model")
-    assert line_with(text, "out/small").split() == ["out/small", "28.4512", "0.10532", "nats", "83.14", "%"]
+    measured = "out/small 28.4512 ± 0.6126 0.10532 ± 0.00211 nats 83.14 ± 0.32 %"
+    assert line_with(text, "out/small").split() == measured.split()
     assert "20,440 predicted tokens in 40 windows of 512" in text
+    assert "perplexity is 1.1112 ± 0.0041 times the base's" in text
+    assert "± is the standard error over 40 windows" in text
 
 
 def test_an_evaluation_without_a_base_shows_one_model(evaluation):
     text = shown(render_evaluation(replace(evaluation, comparison=None)))
     assert "28.4512" in text
     assert "org/small-model" not in text
+
+
+def test_one_window_has_no_error(evaluation):
+    base = replace(evaluation.comparison, base_perplexity_error=None, kl_error=None, top1_error=None, ratio_error=None)
+    one = replace(evaluation, windows=1, per_window=evaluation.per_window[:1], perplexity_error=None, nll_error=None)
+    text = shown(render_evaluation(replace(one, comparison=base, tasks=())))
+    assert line_with(text, "out/small").split() == ["out/small", "28.4512", "0.10532", "nats", "83.14", "%"]
+    assert "±" not in text
+    assert "no errors, as there is one window alone" in text
+
+
+def test_continuations_are_beside_each_other(evaluation):
+    text = shown(render_evaluation(evaluation))
+    assert "1. Once upon" in text
+    line = line_with(text, "there was")
+    assert line.index("there was") < 50 < line.index("it rained")
+    assert "1 of 2 are the same to the end, and 6 of 8 tokens" in text
+    assert line_with(text, "(both)").split() == ["4", "(both)"]
+    alone = tuple(
+        replace(each, base_text=None, base_tokens=None, same_tokens=None) for each in evaluation.continuations
+    )
+    text = shown(render_evaluation(replace(evaluation, comparison=None, continuations=alone)))
+    assert " a time, it rained." in text
+    assert "base model" not in text
+
+
+def test_what_a_model_writes_does_not_steer_the_terminal(evaluation):
+    wild = replace(evaluation.continuations[0], text="\x1b[2Jred [bold]\u202ex", prompt="\x07\x9b")
+    text = shown(render_evaluation(replace(evaluation, continuations=(wild,))))
+    assert "\ufffd[2Jred [bold]\ufffdx" in text
+    assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(text)
+
+
+def test_tasks_are_beside_each_other_with_their_errors(evaluation):
+    text = shown(render_evaluation(evaluation))
+    assert " ".join(line_with(text, "acc").split()) == "capitals acc ↑ 0 120 0.6500 ± 0.0437 0.6250 ± 0.0443"
+    assert " ".join(line_with(text, "perplexity ↓").split()) == "capitals perplexity ↓ 0 120 10.2500 11.5000"
+    text = shown(render_evaluation(replace(evaluation, comparison=None)))
+    assert " ".join(line_with(text, "acc").split()) == "capitals acc ↑ 0 120 0.6250 ± 0.0443"
 
 
 def test_an_evaluation_says_what_was_in_memory_as_a_whole(evaluation):

@@ -14,7 +14,8 @@ from hessquant.core.hessian import HessianStatistics
 from hessquant.kernels.dispatch import kernels_for
 from hessquant.records import GridSpec, Location, Target
 from hessquant.report.degraded import degradations
-from hessquant.run.solve import TargetSolver, matrix_at, put_back
+from hessquant.run.solve import TargetSolver
+from hessquant.run.weights import matrix_at, put_back
 
 STEM = "model.layers.1.mlp.experts"
 
@@ -107,9 +108,8 @@ def test_an_expert_is_solved_with_its_own_hessian_and_the_pools():
     tokens, config = [8, 0, 50], Config()
     solver, _, stack = solved(tokens, config)
     first, last = (statistics_of(correlated_inputs(tokens[number], 32, number).float()) for number in (0, 2))
-    pool = pooled([first, last], 32, stack)
-    for number, own in enumerate((first, None, last)):
-        mean, _ = shrink(own, pool)
+    means, _ = shrink([first, None, last], hessian.hessian(pooled([first, last], 32, stack)))
+    for number, mean in enumerate(means):
         factor = factorize(mean, damping=0.01, order=config.order, group_width=32, dtype=torch.float32)
         kernels = kernels_for(stack.device, stack[number].numel())
         expected = gptq.solve(stack[number], mean, factor, GridSpec(4), config, kernels).weight

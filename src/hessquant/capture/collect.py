@@ -13,7 +13,7 @@ from hessquant.capture.prelude import Tokens
 from hessquant.capture.segments import B, Segment
 from hessquant.capture.stops import InputGroup, Key, Stop
 from hessquant.core.gram import WeightedTokens
-from hessquant.core.hessian import HessianAccumulator, HessianStatistics, first_token_weights
+from hessquant.core.hessian import HessianAccumulator, HessianStatistics, first_token_weights, settle
 from hessquant.errors import CaptureError, NonFiniteError
 from hessquant.models.experts import through_every_expert
 from hessquant.models.watch import Product, Watch
@@ -121,14 +121,14 @@ class Collector:
         Raises:
             NonFiniteError: If an input is NaN or Inf; on an accelerator, `take` raises it.
         """
-        for piece, inputs in _pieces(product):
-            group = self._group_of.get((product.name, piece))
-            if group is None or group.keys[0] != (product.name, piece):
+        pieces = range(len(product.inputs)) if product.piece is None else (product.piece,)
+        keys = {piece: (product.name, piece) for piece in pieces}
+        led = {piece: self._group_of[key] for piece, key in keys.items() if key in self._group_of}
+        led = {piece: group for piece, group in led.items() if group.keys[0] == keys[piece]}
+        for piece, inputs, rows in _pieces(product) if led else ():
+            if piece not in led:
                 continue
-            rows = inputs.reshape(-1, inputs.shape[-1])
-            if product.piece is None:
-                # Where all matrices of a stack are multiplied at once, tokens of other experts are rows of zeros.
-                rows = rows[rows.any(dim=1)]
+            group = led[piece]
             accumulator = self._accumulators.setdefault(group.leader, HessianAccumulator())
             self._added.setdefault(group.leader, []).append(_Rows(len(rows), batch.windows, batch.tokens))
             with self._naming(group.leader):
@@ -143,6 +143,7 @@ class Collector:
         """
         leaders = [group.leader for group in stop.groups]
         reached: dict[str, HessianStatistics] = {}
+        settle([self._accumulators[leader] for leader in leaders if leader in self._accumulators])
         for leader in leaders:
             with self._naming(leader):
                 statistics = self._accumulators.pop(leader).take() if leader in self._accumulators else None
@@ -267,12 +268,21 @@ def weights_for(inputs: Tensor, batch: Tokens) -> WeightedTokens | None:
     return None
 
 
-def _pieces(product: Product) -> Iterator[tuple[int, Tensor]]:
-    """Inputs of each matrix that a product multiplies."""
+def _pieces(product: Product) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Inputs of each matrix that a product multiplies: as they are, and the rows that count, [tokens, columns].
+
+    Where all matrices of a stack are multiplied at once, tokens of other experts are rows of zeros. Which are not, an
+    accelerator is asked for all matrices at once.
+    """
+    columns = product.inputs.shape[-1]
     if product.piece is not None:
-        yield product.piece, product.inputs
-    else:
-        yield from enumerate(product.inputs)
+        yield product.piece, product.inputs, product.inputs.reshape(-1, columns)
+        return
+    rows = product.inputs.reshape(len(product.inputs), -1, columns)
+    routed = rows.any(dim=2)
+    tokens = torch.split(routed.nonzero()[:, 1], routed.sum(1).tolist())
+    for piece, inputs in enumerate(product.inputs):
+        yield piece, inputs, rows[piece].index_select(0, tokens[piece])
 
 
 def _named(error: NonFiniteError, name: str, added: Sequence[_Rows]) -> NonFiniteError:

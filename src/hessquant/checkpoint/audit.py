@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import Tensor
 
-from hessquant.checkpoint.header import raw_bytes
-from hessquant.checkpoint.reader import CheckpointReader
+from hessquant.checkpoint.header import DTYPES, raw_bytes
+from hessquant.checkpoint.reader import CheckpointReader, WeightSource
 from hessquant.config import Config
 from hessquant.core.finite import first_non_finite
 from hessquant.core.grid import affine, group_range, scale_factors
@@ -21,8 +21,8 @@ CHECKED = ("F64", "F32", "BF16", "F16")
 """Dtypes whose numbers may be not finite."""
 
 
-def audit(source: CheckpointReader, progress: Progress, scales: "ScaleCheck | None" = None) -> str:
-    """Read a source from end to end, in pieces of 16 MiB.
+def audit(source: WeightSource, progress: Progress, scales: "ScaleCheck | None" = None) -> str:
+    """Read a source from end to end, in pieces of 16 MiB; what is dequantized is looked at as it is then.
 
     Args:
         source: The checkpoint.
@@ -30,27 +30,59 @@ def audit(source: CheckpointReader, progress: Progress, scales: "ScaleCheck | No
         scales: Looks at what will be quantized; None = nothing will.
 
     Returns:
-        SHA-256, in hex, over the config and every tensor's name, dtype, shape and bytes; how tensors are divided among
-        files does not matter.
+        SHA-256, in hex, over the config and every tensor's name, dtype, shape and bytes, all as stored; how tensors are
+        divided among files does not matter.
 
     Raises:
         SourceError: If a tensor cannot be read, or holds NaN or Inf, or numbers that no scale is large enough for;
             names file, tensor and place or value.
     """
     progress.stage("check", len(source.tensors))
-    digest = hashlib.sha256(json.dumps(source.config, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(source.stored.config, sort_keys=True).encode())
     for name, info in sorted(source.tensors.items()):
-        digest.update(json.dumps([name, info.dtype, info.shape]).encode())
-        rows = 0
-        for piece in source.chunks(name, CHUNK_BYTES):
-            digest.update(raw_bytes(piece).numpy().data)
-            if info.dtype in CHECKED:
-                _refuse_non_finite(info, piece, rows)
-                if scales is not None:
-                    scales.look(info, piece)
-            rows += len(piece) if piece.ndim else 0
+        plain = source.parts(name) == (name,)
+        for part in source.parts(name):
+            look = _Look(info, scales) if plain and info.dtype in CHECKED else None
+            _digest(source.stored, part, digest, look)
+        if not plain:
+            look = _Look(info, scales)
+            for piece in source.chunks(name, CHUNK_BYTES):
+                look.at(piece)
         progress.advance(name)
+    for each in source.form.dropped:
+        _digest(source.stored, each.name, digest, None)
     return digest.hexdigest()
+
+
+def _digest(stored: CheckpointReader, name: str, digest: "hashlib._Hash", look: "_Look | None") -> None:
+    """Add a stored tensor to a digest; what is of use as it is stored is looked at on the way."""
+    info = stored.tensors[name]
+    digest.update(json.dumps([name, info.dtype, info.shape]).encode())
+    for piece in stored.chunks(name, CHUNK_BYTES):
+        digest.update(raw_bytes(piece).numpy().data)
+        if look is not None:
+            look.at(piece)
+
+
+class _Look:
+    """Looks at the values of one tensor, piece by piece."""
+
+    def __init__(self, info: TensorInfo, scales: "ScaleCheck | None") -> None:
+        self._info, self._scales, self._rows = info, scales, 0
+
+    def at(self, piece: Tensor) -> None:
+        """Look at the next rows.
+
+        Raises:
+            SourceError: If a value is not finite, also in the dtype of the tensor, or needs a scale that is none.
+        """
+        dtype = DTYPES[self._info.dtype]
+        # Where it is written dequantized, its dtype has to hold it.
+        written = piece.to(dtype) if piece.dtype != dtype and dtype.itemsize < piece.dtype.itemsize else piece
+        _refuse_non_finite(self._info, written, self._rows)
+        if self._scales is not None:
+            self._scales.look(self._info, piece)
+        self._rows += len(piece) if piece.ndim else 0
 
 
 def _refuse_non_finite(info: TensorInfo, piece: Tensor, rows_before: int) -> None:

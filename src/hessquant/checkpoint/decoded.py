@@ -1,24 +1,36 @@
 """A quantized checkpoint, seen as that of its model in 16 bit; a tensor is read and decoded when it is asked for."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from math import prod
 
 from torch import Tensor
 
+from hessquant.checkpoint.dequantized import at_once, copied_dtype, dropped_scale
+from hessquant.checkpoint.header import DTYPES, size_of
 from hessquant.checkpoint.stacks import Stack, restacked
 from hessquant.checkpoint.unpacked import UnpackedCheckpoint, in_no_file
+from hessquant.errors import CheckpointError, SourceError
+from hessquant.formats.stored import is_of_activations
 from hessquant.models.products import ProbedProduct
-from hessquant.records import TensorInfo
+from hessquant.records import SourceForm, TensorInfo
+
+_WORKING = 6
+"""Bytes per value while it is decoded: code, zero and scale."""
 
 
 class DecodedCheckpoint:
-    """The tensors of a quantized checkpoint as its model stores them.
+    """The tensors of a quantized checkpoint as its model stores them (`WeightSource`).
 
     Quantized weights are turned where the model has them [inputs, outputs], and put together where it has several in
     one tensor.
 
     Attributes:
-        tensors: Every tensor by name.
+        directory: Where it lies.
+        stored: The checkpoint as it is stored.
+        config: Its `config.json`, without what it says of quantization.
+        tensors: Every tensor by name; what is decoded, in the dtype that the config names.
+        form: How it is stored.
 
     Args:
         checkpoint: The checkpoint.
@@ -27,16 +39,39 @@ class DecodedCheckpoint:
 
     def __init__(self, checkpoint: UnpackedCheckpoint, products: Iterable[ProbedProduct]) -> None:
         products = tuple(products)
+        self.directory, self.stored, self.config = checkpoint.directory, checkpoint.stored, checkpoint.config
         self._checkpoint = checkpoint
         self._turned = {product.name for product in products if product.transposed} & checkpoint.packed.keys()
         self._stacks: dict[str, Stack] = {}
         apart = {
             name: replace(info, shape=info.shape[::-1]) if name in self._turned else info
             for name, info in checkpoint.tensors.items()
+            if not is_of_activations(name)
         }
-        self.tensors: Mapping[str, TensorInfo] = restacked(apart, products, self._note)
+        dropped = tuple(dropped_scale(info) for name, info in checkpoint.tensors.items() if name not in apart)
+        seen = restacked(apart, products, self._note)
+        self._decoded = frozenset(self._stacks) | (checkpoint.packed.keys() & seen.keys())
+        dtype = copied_dtype(self.config)
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: replace(info, dtype=dtype, bytes=size_of(dtype, info.shape)) if name in self._decoded else info
+            for name, info in seen.items()
+        }
+        settings = ", ".join(sorted({str(weight.grid) for weight in checkpoint.packed.values()}))
+        title = f"{checkpoint.settings.variant} ({settings}), dequantized"
+        self.form = SourceForm(title, self._decoded, dropped, *at_once(map(self._size, self._decoded)))
+
+    def parts(self, name: str) -> tuple[str, ...]:
+        """Names of the stored tensors that make one."""
+        stack = self._stacks.get(name)
+        members = [name] if stack is None else stack.members
+        return tuple(part for member in members for part in self._checkpoint.parts(member))
 
     def read(self, name: str) -> Tensor:
+        """One tensor in the dtype that `tensors` says (`decode`)."""
+        tensor = self.decode(name)
+        return tensor.to(DTYPES[self.tensors[name].dtype]) if name in self._decoded else tensor
+
+    def decode(self, name: str) -> Tensor:
         """One tensor: what is quantized decoded to float32, everything else as stored.
 
         Raises:
@@ -45,6 +80,35 @@ class DecodedCheckpoint:
         """
         stack = self._stacks.get(name)
         return self._apart(name) if stack is None else stack.joined(self._apart)
+
+    def chunks(self, name: str, most_bytes: int) -> Iterator[Tensor]:
+        """The same; what is decoded is one piece.
+
+        Raises:
+            SourceError: If it cannot be read, or a quantized weight is malformed.
+        """
+        if name not in self._decoded:
+            yield from self.stored.chunks(name, most_bytes)
+            return
+        stack = self._stacks.get(name)
+        try:
+            for member in [name] if stack is None else stack.members:
+                if member in self._checkpoint.packed:
+                    self._checkpoint.refuse_values(member)
+            yield self.decode(name)
+        except CheckpointError as error:
+            file = self.stored.tensors[self.parts(name)[0]].file
+            raise SourceError(f"{file}: {error}; fetch the file again") from error
+
+    def warm(self, names: Iterable[str], stopped: Callable[[], bool]) -> None:
+        """Read what makes these tensors and keep nothing (`CheckpointReader.warm`)."""
+        self.stored.warm((part for name in names for part in self.parts(name)), stopped)
+
+    def _size(self, name: str) -> tuple[str, int, int]:
+        """A name, bytes that are there while it is decoded, and values that come of it."""
+        count = prod(self.tensors[name].shape)
+        stored = sum(self.stored.tensors[part].bytes for part in self.parts(name))
+        return name, stored + _WORKING * count, count
 
     def _apart(self, name: str) -> Tensor:
         if name not in self._checkpoint.packed:

@@ -1,6 +1,7 @@
 """Looking over a checkpoint without reading it into a model: what it holds, and what is wrong with it."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from math import prod
 from pathlib import Path
 
 import torch
@@ -8,14 +9,17 @@ from gguf import ReaderTensor
 
 from hessquant.checkpoint.against_model import compare_with_model
 from hessquant.checkpoint.audit import CHECKED, CHUNK_BYTES
+from hessquant.checkpoint.dequantized import DequantizedCheckpoint
 from hessquant.checkpoint.gguf_reader import decoded, form_of, open_gguf
-from hessquant.checkpoint.reader import CONFIG_FILE, CheckpointReader
+from hessquant.checkpoint.opening import stated_form
+from hessquant.checkpoint.reader import CONFIG_FILE, CheckpointReader, WeightSource
 from hessquant.checkpoint.unpacked import in_no_file, packed_weight, parts_in, quantization_of, read_parts
 from hessquant.errors import CheckpointError, HessquantError, SourceError
 from hessquant.formats import DIALECTS, dialect_of
 from hessquant.formats.described import Settings
 from hessquant.formats.dialect import Dialect
 from hessquant.formats.gguf_blocks import BLOCK, BLOCK_TYPES
+from hessquant.formats.stored import Form
 from hessquant.models.source import ModelSource
 from hessquant.records import GridSpec, TensorInfo
 from hessquant.results import InspectedWeight, Inspection
@@ -32,6 +36,9 @@ def inspect_checkpoint(directory: Path, *, trust_remote_code: bool = False) -> I
         SourceError: If there is nothing to open, or it is quantized by a method that is not known.
     """
     with CheckpointReader(directory, faulty=True) as reader:
+        form = stated_form(reader)
+        if form is not None:
+            return _inspect_form(reader, form, trust_remote_code=trust_remote_code)
         described, tensors = quantization_of(reader.config), reader.tensors
         dialect = dialect_of(described) if described is not None else _unstated_dialect(tensors)
         settings = dialect.read_settings(described) if described is not None else None
@@ -49,10 +56,7 @@ def inspect_checkpoint(directory: Path, *, trust_remote_code: bool = False) -> I
     if not faults:
         stand_ins = (in_no_file(weight.name, (weight.rows, weight.columns)) for weight in weights)
         whole = {info.name: info for info in (*untouched, *stand_ins)}
-        try:
-            faults = compare_with_model(ModelSource(name, directory, trust_remote_code), whole, settings)
-        except HessquantError as error:
-            unchecked = str(error)
+        faults, unchecked = _compared(ModelSource(name, directory, trust_remote_code), whole, settings)
     return Inspection(
         directory=name,
         format=settings.variant if settings is not None else "none",
@@ -63,6 +67,43 @@ def inspect_checkpoint(directory: Path, *, trust_remote_code: bool = False) -> I
         faults=tuple(faults),
         unchecked=unchecked,
     )
+
+
+def _inspect_form(reader: CheckpointReader, form: Form, *, trust_remote_code: bool) -> Inspection:
+    """Take stock of a checkpoint whose weights are on no grid, such as one in FP8."""
+    name, stored = reader.directory.resolve().name, reader.tensors
+    try:
+        seen = DequantizedCheckpoint(reader, form)
+    except SourceError as error:
+        faults, weights, untouched, unchecked = [*reader.faults, str(error)], [], tuple(stored.values()), ""
+    else:
+        faults = [*reader.faults, *_non_finite(seen.tensors.values(), seen)]
+        weights = [_dequantized(seen, each) for each in sorted(seen.form.dequantized)]
+        parts = {part for each in seen.form.dequantized for part in seen.parts(each)}
+        untouched = tuple(info for each, info in stored.items() if each not in parts)
+        unchecked = "its tensors do not fit together" if faults else ""
+        if not faults:
+            source = ModelSource(name, reader.directory, trust_remote_code)
+            faults, unchecked = _compared(source, seen.tensors, None)
+    size = sum(info.bytes for info in stored.values())
+    return Inspection(name, form.title, tuple(weights), untouched, _mean_bits(weights), size, tuple(faults), unchecked)
+
+
+def _dequantized(seen: DequantizedCheckpoint, name: str) -> InspectedWeight:
+    """One weight that is on no grid; a stack counts as one matrix."""
+    shape = seen.tensors[name].shape
+    size = sum(seen.stored.tensors[part].bytes for part in seen.parts(name))
+    return InspectedWeight(name, prod(shape[:-1]), prod(shape[-1:]), None, size)
+
+
+def _compared(
+    source: ModelSource, tensors: Mapping[str, TensorInfo], settings: Settings | None
+) -> tuple[list[str], str]:
+    """What is wrong with whole tensors as those of their model, and why that is not known."""
+    try:
+        return compare_with_model(source, tensors, settings), ""
+    except HessquantError as error:
+        return [], str(error)
 
 
 def inspect_gguf(file: Path) -> Inspection:
@@ -125,7 +166,7 @@ def _inspect_weights(
     return weights, faults
 
 
-def _non_finite(untouched: Iterable[TensorInfo], reader: CheckpointReader) -> Iterator[str]:
+def _non_finite(untouched: Iterable[TensorInfo], reader: WeightSource) -> Iterator[str]:
     for info in untouched:
         if info.dtype not in CHECKED:
             continue

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hessquant.checkpoint.header import DTYPES, READ_ERRORS, not_whole, opened, read_entries, read_json, size_of
 from hessquant.errors import SourceError
-from hessquant.records import TensorInfo
+from hessquant.records import PLAIN, SourceForm, TensorInfo
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -45,7 +45,34 @@ class TensorSource(Protocol):
         """The content of its `config.json`."""
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor, as stored."""
+        """Read one tensor, in the dtype that `tensors` says."""
+
+
+class WeightSource(TensorSource, Protocol):
+    """What a model is quantized from: its tensors in 16 or 32 bit, however they are stored.
+
+    This is the wall between the files of a source and everything else.
+    """
+
+    @property
+    def form(self) -> SourceForm:
+        """How they are stored, as far as that is not how they are seen."""
+
+    @property
+    def stored(self) -> "CheckpointReader":
+        """What is in the files: its config and its bytes are the source's identity."""
+
+    def parts(self, name: str) -> tuple[str, ...]:
+        """Names of the stored tensors that make one; its own where it is stored as it is seen."""
+
+    def decode(self, name: str) -> Tensor:
+        """Read one tensor exactly: float32 where it is dequantized, and else as stored."""
+
+    def chunks(self, name: str, most_bytes: int) -> Iterator[Tensor]:
+        """The same in pieces along its first dimension, each of `most_bytes` or of what cannot be parted."""
+
+    def warm(self, names: Iterable[str], stopped: Callable[[], bool]) -> None:
+        """Read what makes these tensors and keep nothing (`CheckpointReader.warm`)."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +96,7 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
         tensors: Every tensor by name.
         config: Its `config.json`, or what was given in its place.
         faults: One sentence per contradiction between index, files and headers; none unless `faulty`.
+        form: That tensors are seen as they are stored.
 
     Args:
         directory: Where it lies.
@@ -78,6 +106,8 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
     Raises:
         SourceError: If a file is missing, incomplete or contradicts the others.
     """
+
+    form: SourceForm = PLAIN
 
     def __init__(self, directory: Path, config: Mapping[str, Any] | None = None, *, faulty: bool = False) -> None:
         inventory = take_inventory(directory)
@@ -104,6 +134,19 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
             tensor: Tensor = self._handle(info.file).get_tensor(name)
         return tensor
 
+    @property
+    def stored(self) -> "CheckpointReader":
+        """Itself."""
+        return self
+
+    def parts(self, name: str) -> tuple[str, ...]:
+        """Its own name."""
+        return (name,)
+
+    def decode(self, name: str) -> Tensor:
+        """Read one tensor, as stored (`read`)."""
+        return self.read(name)
+
     def chunks(self, name: str, most_bytes: int) -> Iterator[Tensor]:
         """Read one tensor in pieces along its first dimension, each of `most_bytes` or of one row.
 
@@ -114,8 +157,16 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
         if not info.shape or info.bytes <= most_bytes:
             yield self.read(name)
             return
+        yield from self.pieces(name, max(1, most_bytes * info.shape[0] // info.bytes))
+
+    def pieces(self, name: str, rows: int) -> Iterator[Tensor]:
+        """Read one tensor, which has dimensions, in pieces of so many along its first one.
+
+        Raises:
+            SourceError: If its file cannot be read.
+        """
+        info = self.tensors[name]
         count = info.shape[0]
-        rows = max(1, most_bytes * count // info.bytes)
         path = self.directory / info.file
         # Not by the library: to give a slice, it reads the tensor whole, and it ends the process if there is no memory
         # for that.

@@ -25,6 +25,11 @@ class Stack:
     pieces: tuple[tuple[ProbedProduct, ...], ...]
 
     @property
+    def members(self) -> list[str]:
+        """Names of the products."""
+        return [product.name for piece in self.pieces for product in piece]
+
+    @property
     def shape(self) -> tuple[int, int, int]:
         """Its dimensions, as the model stores it."""
         rows, columns = sum(product.rows for product in self.pieces[0]), self.pieces[0][0].columns
@@ -47,7 +52,7 @@ def restacked(
     members: set[str] = set()
     for name, pieces in stacks.items():
         stack = Stack(name, tuple(tuple(pieces[number]) for number in sorted(pieces)))
-        names = {product.name for piece in stack.pieces for product in piece}
+        names = set(stack.members)
         if names <= apart.keys():
             joined[name] = join(stack)
             members |= names

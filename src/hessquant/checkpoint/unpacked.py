@@ -13,21 +13,39 @@ from hessquant.errors import CheckpointError, SourceError
 from hessquant.formats import DIALECTS, dialect_of
 from hessquant.formats.dialect import Dialect, PackedWeight
 from hessquant.formats.names import module_of
+from hessquant.formats.stored import fault_of, refuse_both, scale_fault
 from hessquant.records import GridSpec, TensorInfo
 
 _Read = TypeVar("_Read")
 
 
+_QUANTIZATION = "quantization_config", "compression_config"
+
+
 def quantization_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The `quantization_config` of a model's config; None if it has none.
+    """The `quantization_config` of a model's config, or of the language model in it; None if it has none.
 
     Raises:
         SourceError: If it is not an object.
     """
-    described = config.get("quantization_config")
-    if described is not None and not isinstance(described, dict):
-        raise SourceError(f"quantization_config is a {type(described).__name__}, not an object")
-    return described
+    inner = config.get("text_config")
+    for place in (config, inner if isinstance(inner, dict) else {}):
+        for name in _QUANTIZATION:
+            described = place.get(name)
+            if described is not None and not isinstance(described, dict):
+                raise SourceError(f"{name} is a {type(described).__name__}, not an object")
+            if described is not None:
+                return described
+    return None
+
+
+def unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without what it says of quantization, at any depth."""
+    return {
+        name: unquantized(value) if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name not in _QUANTIZATION
+    }
 
 
 class UnpackedCheckpoint(Mapping[str, QuantizedWeight]):
@@ -38,6 +56,7 @@ class UnpackedCheckpoint(Mapping[str, QuantizedWeight]):
 
     Attributes:
         directory: Where the checkpoint lies.
+        stored: The checkpoint as it is stored.
         tensors: Every tensor by name; quantized weights as if they were 16-bit, [rows, columns].
         config: Its `config.json`, without `quantization_config`.
         packed: The quantized weights by name, as the headers describe them.
@@ -56,8 +75,8 @@ class UnpackedCheckpoint(Mapping[str, QuantizedWeight]):
         if described is None:
             raise SourceError(f"{reader.directory}: nothing in it is quantized; config.json has no quantization_config")
         self.directory = reader.directory
-        self.config: Mapping[str, Any] = {k: v for k, v in reader.config.items() if k != "quantization_config"}
-        self._reader, self._dialect = reader, dialect_of(described)
+        self.config: Mapping[str, Any] = unquantized(reader.config)
+        self.stored, self._dialect = reader, dialect_of(described)
         self.settings = self._dialect.read_settings(described)
         modules = self._dialect.modules(reader.tensors)
         if not modules:
@@ -69,14 +88,14 @@ class UnpackedCheckpoint(Mapping[str, QuantizedWeight]):
         stated = self.settings.module(module)
         if stated is None:
             raise SourceError(f"{module} is packed, but quantization_config says that it is left in 16 bit")
-        return packed_weight(parts_in(self._reader.tensors, module, self._dialect), module, stated, self._dialect)
+        return packed_weight(parts_in(self.stored.tensors, module, self._dialect), module, stated, self._dialect)
 
     def _in_place_of_parts(self, modules: Collection[str]) -> dict[str, TensorInfo]:
         """Every tensor where it lies; a weight where the first of its parts does."""
         names = {module: self._dialect.part_names(module).values() for module in modules}
         weight_of = {part: f"{module}.weight" for module, parts in names.items() for part in parts}
         tensors: dict[str, TensorInfo] = {}
-        for name, info in self._reader.tensors.items():
+        for name, info in self.stored.tensors.items():
             weight = weight_of.get(name)
             if weight is None:
                 tensors[name] = info
@@ -85,13 +104,39 @@ class UnpackedCheckpoint(Mapping[str, QuantizedWeight]):
                 tensors[weight] = replace(in_no_file(weight, shape), file=info.file)
         return tensors
 
+    def parts(self, name: str) -> tuple[str, ...]:
+        """Names of the stored tensors that make one; its own where it is not quantized."""
+        if name not in self.packed:
+            return (name,)
+        return tuple(info.name for info in parts_in(self.stored.tensors, module_of(name), self._dialect).values())
+
+    def is_part(self, name: str) -> bool:
+        """Whether a stored tensor is called as a part of a quantized weight is."""
+        return name.rpartition(".")[2] in self._dialect.parts
+
+    def refuse_values(self, name: str) -> None:
+        """Refuse a quantized weight whose scales or zeros have no one meaning.
+
+        Raises:
+            CheckpointError: Saying why.
+            SourceError: If they cannot be read.
+        """
+        module, dialect = module_of(name), self._dialect
+        parts, grid = read_parts(self.stored, module, dialect), self.packed[name].grid
+        fault = scale_fault(parts[dialect.scales])
+        if fault is not None:
+            raise CheckpointError(f"{module}: {dialect.scales} {fault}")
+        fault = dialect.zeros_fault(parts, grid, self.settings.variant)
+        if fault is not None:
+            raise CheckpointError(f"{module}: {fault}")
+
     def read(self, name: str) -> Tensor:
         """Read one tensor that is not quantized, as stored.
 
         Raises:
             SourceError: If there is no such tensor, or its file cannot be read.
         """
-        return self._reader.read(name)
+        return self.stored.read(name)
 
     def decode(self, name: str) -> Tensor:
         """One quantized weight as float32 [outputs, inputs], whether it is on a grid of ours or not.
@@ -114,9 +159,23 @@ class UnpackedCheckpoint(Mapping[str, QuantizedWeight]):
     def _read_by(self, read: Callable[[Mapping[str, Tensor], GridSpec, str], _Read], name: str) -> _Read:
         module, grid = module_of(name), self.packed[name].grid
         try:
-            return read(read_parts(self._reader, module, self._dialect), grid, self.settings.variant)
+            return read(read_parts(self.stored, module, self._dialect), grid, self.settings.variant)
         except CheckpointError as error:
             raise CheckpointError(f"{module}: {error}") from error
+
+
+def refuse_leftovers(checkpoint: UnpackedCheckpoint) -> None:
+    """Refuse parts of a weight that is not there, and weights that are there twice.
+
+    Raises:
+        SourceError: Naming file and tensor.
+    """
+    tensors = checkpoint.stored.tensors
+    refuse_both(checkpoint.packed, tensors)
+    known = {part for name in checkpoint.packed for part in checkpoint.parts(name)}
+    for name, info in tensors.items():
+        if name not in known and checkpoint.is_part(name):
+            raise fault_of(info, "belongs to a packed weight that is not there")
 
 
 def refuse_undescribed(reader: CheckpointReader) -> None:

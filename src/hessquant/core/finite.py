@@ -1,7 +1,11 @@
 """The first number of a tensor that is not finite: on the host at once, elsewhere without waiting for the device."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from hessquant.place import HOST
 
 
 def first_non_finite(tensor: Tensor) -> tuple[int, ...] | None:
@@ -45,6 +49,15 @@ class FirstNonFinite:
         """Token among all, channel and value of the first; None if all are finite. Waits for the device, once."""
         token, channel, value = (-1.0, -1.0, 0.0) if self._note is None else self._note.tolist()
         return None if token < 0 else (int(token), int(channel), value)
+
+
+def bring_home(noted: Sequence[FirstNonFinite]) -> None:
+    """Have on the host what a device has noted for each. Waits for it, once."""
+    having = [(each, each._note) for each in noted if each._note is not None]
+    if having:
+        notes = torch.stack([note for _, note in having]).to(HOST.device)
+        for (each, _), note in zip(having, notes, strict=True):
+            each._note = note
 
 
 def _first(flags: Tensor) -> Tensor:

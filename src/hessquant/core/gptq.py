@@ -74,15 +74,27 @@ class Solution:
 def solve(
     weight: Tensor, hessian: Tensor, factor: Factor, spec: GridSpec, config: Config, kernels: Kernels
 ) -> Solution:
-    """Quantize one weight by the sweep and its refinement; row by row, keep round-to-nearest where it is better.
+    """`solve_batch` of one weight [rows, columns]."""
+    _, (solution,) = solve_batch(weight, hessian, factor, spec, config, kernels)
+    return solution
+
+
+def solve_batch(
+    weight: Tensor, hessian: Tensor, factor: Factor, spec: GridSpec, config: Config, kernels: Kernels
+) -> tuple[QuantizedWeight, list[Solution]]:
+    """Quantize weights by the sweep and its refinement; row by row, keep round-to-nearest where it is better.
 
     Args:
-        weight: [rows, columns]; computed in float64 if it is float64, else in float32.
-        hessian: [columns, columns], undamped.
+        weight: [..., rows, columns], as many as there are Hessians; computed in float64 if it is float64, else in
+            float32.
+        hessian: [..., columns, columns], undamped; of a batch (`core.batch`), with kernels that take one.
         factor: Its factor; one factor serves every weight that sees the same inputs.
         spec: The grid.
         config: `scales`, `scale_search`, `refinement_rounds` and `block_size` are read.
         kernels: The inner loops.
+
+    Returns:
+        All weights, [..., rows, columns]; and what is known of each, with a view of its own.
 
     Raises:
         NonFiniteError: If a weight is NaN or Inf; the message names its row and column. Or if the losses overflow.
@@ -90,7 +102,7 @@ def solve(
     """
     place = first_non_finite(weight)
     if place is not None:
-        raise NonFiniteError(f"weight at row {place[0]}, column {place[1]} is {float(weight[place])}", place)
+        raise NonFiniteError(f"weight at row {place[-2]}, column {place[-1]} is {float(weight[place])}", place)
     weight = weight if weight.dtype == torch.float64 else weight.float()
     working = WorkingHessian.of(hessian, weight.dtype)
     swept = _swept(weight, working, factor, spec, config, kernels)
@@ -102,20 +114,30 @@ def solve(
     worse = ~(swept_loss <= nearest_loss)
     per_row = (torch.where(worse, nearest_loss, swept_loss), nearest_loss, loss_per_row(weight, working), worse)
     # Read at once: each reading waits for all that was asked of an accelerator before.
-    loss, rtn_loss, output_energy, fallback_rows = torch.stack([of.double().sum() for of in per_row]).tolist()
-    if not math.isfinite(loss):
-        raise NonFiniteError(f"the loss is {loss}: weights of up to {float(weight.abs().max()):.3g} overflow")
-    zero_groups, tiny_groups = count_degenerate(weight, spec)
+    expected = expected_sweep_loss(swept.grid, factor), order_free_floor(swept.grid, factor)
+    sums = [of.double().sum(-1) for of in per_row]
+    told = torch.stack([*sums, *expected, *(of.double() for of in count_degenerate(weight, spec))])
+    numbers = told.view(len(told), -1).T.tolist()
+    for loss, *_ in numbers:
+        if not math.isfinite(loss):
+            raise NonFiniteError(f"the loss is {loss}: weights of up to {float(weight.abs().max()):.3g} overflow")
+    whole = _take_rows(swept, nearest, worse)
+    return whole, [_solution(*of_one, working.unit) for of_one in zip(whole.members(), numbers, strict=True)]
+
+
+def _solution(weight: QuantizedWeight, numbers: list[float], unit: float) -> Solution:
+    """What is known of one weight, in the order of `solve_batch`."""
+    loss, rtn_loss, output_energy, fallback_rows, expected_loss, floor, zero_groups, tiny_groups = numbers
     return Solution(
-        weight=_take_rows(swept, nearest, worse),
-        loss=working.unit * loss,
-        rtn_loss=working.unit * rtn_loss,
-        output_energy=working.unit * output_energy,
-        expected_loss=expected_sweep_loss(swept.grid, factor),
-        floor=order_free_floor(swept.grid, factor),
+        weight=weight,
+        loss=unit * loss,
+        rtn_loss=unit * rtn_loss,
+        output_energy=unit * output_energy,
+        expected_loss=expected_loss,
+        floor=floor,
         fallback_rows=int(fallback_rows),
-        zero_groups=zero_groups,
-        tiny_groups=tiny_groups,
+        zero_groups=int(zero_groups),
+        tiny_groups=int(tiny_groups),
     )
 
 
@@ -137,45 +159,64 @@ def _swept(
 
 
 def fit_grid(weight: Tensor, importance: Tensor, spec: GridSpec, config: Config, kernels: Kernels) -> Grid:
-    """Scales and zeros for weights as they are: searched against the columns' importance, [columns], or min-max."""
+    """Scales and zeros for weights as they are: searched against the importance of [..., columns], or min-max."""
     if not config.scale_search:
         return min_max(weight, spec)
-    scales, zeros = kernels.search_scales(weight.T.contiguous(), importance, spec, scale_factors(spec))
-    return Grid(spec, scales.T.contiguous(), zeros.T.contiguous())
+    scales, zeros = kernels.search_scales(weight.mT.contiguous(), importance, spec, scale_factors(spec))
+    return Grid(spec, scales.mT.contiguous(), zeros.mT.contiguous())
 
 
 def _relative_importance(factor: Factor, dtype: torch.dtype) -> Tensor:
     """M_jj^2 over their mean, in the columns' own order: float32 holds them at any scale of the Hessian."""
-    return (factor.importance / factor.importance.mean()).to(dtype)
+    return (factor.importance / factor.importance.mean(-1, keepdim=True)).to(dtype)
+
+
+def _in_order(columns: Tensor, picked: Tensor) -> Tensor:
+    """Columns [..., columns, rows] in the order that `_picked_by` gives, in one piece."""
+    return _by_column(columns.contiguous()).index_select(0, picked.flatten()).view(columns.shape)
+
+
+def _by_column(columns: Tensor) -> Tensor:
+    """A view of [..., columns, rows] where a column of whichever member is picked by one number."""
+    return columns.view(-1, columns.shape[-1])
+
+
+def _picked_by(order: Tensor) -> Tensor:
+    """The numbers of columns [..., columns] among those of all members, one member after another."""
+    if order.ndim == 1:
+        return order
+    return order + order.shape[-1] * torch.arange(len(order), device=order.device).unsqueeze(-1)
 
 
 def sweep(weight: Tensor, factor: Factor, grid: Grid, *, block_size: int, kernel: SweepKernel) -> Tensor:
     """Codes of a weight on a fixed grid.
 
     Args:
-        weight: [rows, columns], float32 or float64; the sweep runs in this dtype.
+        weight: [..., rows, columns], float32 or float64; the sweep runs in this dtype.
         factor: Factor of the damped Hessian.
         grid: Scales and zeros, groups being contiguous columns whatever the order.
         block_size: Columns per lazy block; does not change the result.
         kernel: The loop within a block.
 
     Returns:
-        uint8 [rows, columns], in the columns' own order.
+        uint8 [..., rows, columns], in the columns' own order.
     """
-    order, lower = factor.order, factor.lower.to(weight.dtype)
-    visited = weight.T.contiguous().index_select(0, order)
-    group = order // grid.spec.width(weight.shape[1])
-    scales = grid.scales.T.to(weight.dtype).contiguous()
-    zeros = grid.zeros.T.to(weight.dtype).contiguous()
+    lower, picked = factor.lower.to(weight.dtype), _picked_by(factor.order)
+    visited = _in_order(weight.mT, picked)
+    group = factor.order // grid.spec.width(weight.shape[-1])
+    scales = grid.scales.mT.to(weight.dtype).contiguous()
+    zeros = grid.zeros.mT.to(weight.dtype).contiguous()
     errors = torch.zeros_like(visited)
-    codes = torch.empty(weight.shape[::-1], dtype=torch.uint8, device=weight.device)
-    for start in range(0, len(order), block_size):
+    codes = torch.empty(visited.shape, dtype=torch.uint8, device=weight.device)
+    for start in range(0, weight.shape[-1], block_size):
         block = slice(start, start + block_size)
-        carried = lower[block, :start] @ errors[:start]
-        codes[order[block]], errors[block] = kernel(
-            visited[block], lower[block, block].contiguous(), carried, scales, zeros, group[block], grid.spec.top
+        carried = lower[..., block, :start] @ errors[..., :start, :]
+        within = lower[..., block, block].contiguous()
+        found, errors[..., block, :] = kernel(
+            visited[..., block, :], within, carried, scales, zeros, group[..., block], grid.spec.top
         )
-    return codes.T.contiguous()
+        _by_column(codes)[picked[..., block].flatten()] = _by_column(found)
+    return codes.mT.contiguous()
 
 
 def dynamic_sweep(weight: Tensor, factor: Factor, spec: GridSpec, config: Config, kernels: Kernels) -> QuantizedWeight:
@@ -184,40 +225,40 @@ def dynamic_sweep(weight: Tensor, factor: Factor, spec: GridSpec, config: Config
     The order must visit groups one after another ("natural" or "group"). At the start of group g GPTQ's weights are
     W_g + S M_gg^{-T}, with S the sum over earlier columns.
     """
-    order, lower = factor.order, factor.lower.to(weight.dtype)
-    width = spec.width(weight.shape[1])
-    visited = weight.T.contiguous().index_select(0, order)
-    importance = _relative_importance(factor, weight.dtype)[order]
+    lower, width, columns = factor.lower.to(weight.dtype), spec.width(weight.shape[-1]), weight.shape[-1]
+    picked, picked_groups = _picked_by(factor.order), _picked_by(factor.order[..., ::width] // width)
+    visited = _in_order(weight.mT, picked)
+    importance = _relative_importance(factor, weight.dtype).gather(-1, factor.order)
     one_group = replace(spec, group_size=-1)
     errors = torch.zeros_like(visited)
-    codes = torch.empty(weight.shape[::-1], dtype=torch.uint8, device=weight.device)
-    scales = torch.empty(len(order) // width, len(weight), dtype=scale_dtype(spec), device=weight.device)
-    zeros = torch.empty_like(scales, dtype=torch.uint8)
-    groups = (order[::width] // width).tolist()
-    for index, start in zip(groups, range(0, len(order), width), strict=True):
+    codes = torch.empty(visited.shape, dtype=torch.uint8, device=weight.device)
+    shape = *visited.shape[:-2], columns // width, visited.shape[-1]
+    scales = torch.empty(shape, dtype=scale_dtype(spec), device=weight.device)
+    zeros = torch.empty(shape, dtype=torch.uint8, device=weight.device)
+    for start in range(0, columns, width):
         members = slice(start, start + width)
-        carried = lower[members, :start] @ errors[:start]
-        seen = visited[members] + torch.linalg.solve_triangular(lower[members, members], carried, upper=False)
-        grid = fit_grid(seen.T, importance[members], one_group, config, kernels)
-        scales[index], zeros[index] = grid.scales[:, 0], grid.zeros[:, 0]
+        carried = lower[..., members, :start] @ errors[..., :start, :]
+        shift = torch.linalg.solve_triangular(lower[..., members, members], carried, upper=False)
+        seen = visited[..., members, :] + shift
+        grid = fit_grid(seen.mT, importance[..., members], one_group, config, kernels)
+        group = picked_groups[..., start // width]
+        _by_column(scales)[group], _by_column(zeros)[group] = grid.scales[..., 0], grid.zeros[..., 0]
+        of_group = grid.scales.mT.to(weight.dtype), grid.zeros.mT.to(weight.dtype)
         for first in range(start, start + width, config.block_size):
-            block = slice(first, min(first + config.block_size, start + width))
-            local = carried[first - start : block.stop - start] + lower[block, start:first] @ errors[start:first]
-            codes[order[block]], errors[block] = kernels.sweep_block(
-                visited[block],
-                lower[block, block].contiguous(),
-                local,
-                scales[index : index + 1].to(weight.dtype),
-                zeros[index : index + 1].to(weight.dtype),
-                torch.zeros_like(order[block]),
-                spec.top,
+            block, before = slice(first, min(first + config.block_size, start + width)), slice(start, first)
+            local = carried[..., first - start : block.stop - start, :]
+            local = local + lower[..., block, before] @ errors[..., before, :]
+            within = lower[..., block, block].contiguous()
+            found, errors[..., block, :] = kernels.sweep_block(
+                visited[..., block, :], within, local, *of_group, torch.zeros_like(picked[..., block]), spec.top
             )
-    return QuantizedWeight(codes.T.contiguous(), Grid(spec, scales.T.contiguous(), zeros.T.contiguous()))
+            _by_column(codes)[picked[..., block].flatten()] = _by_column(found)
+    return QuantizedWeight(codes.mT.contiguous(), Grid(spec, scales.mT.contiguous(), zeros.mT.contiguous()))
 
 
 def _take_rows(first: QuantizedWeight, second: QuantizedWeight, where: Tensor) -> QuantizedWeight:
     """`first` with the rows marked in `where` taken from `second`."""
-    rows = where.unsqueeze(1)
+    rows = where.unsqueeze(-1)
     grid = Grid(
         first.grid.spec,
         torch.where(rows, second.grid.scales, first.grid.scales),

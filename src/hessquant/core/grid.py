@@ -72,6 +72,12 @@ class QuantizedWeight:
         grid = Grid(self.grid.spec, self.grid.scales.to(device), self.grid.zeros.to(device))
         return QuantizedWeight(self.codes.to(device), grid)
 
+    def members(self) -> Iterator["QuantizedWeight"]:
+        """Views of each of the weights that these are, where all have a dimension more in front; else of this one."""
+        parts = (part.view(-1, *part.shape[-2:]) for part in (self.codes, self.grid.scales, self.grid.zeros))
+        for codes, scales, zeros in zip(*parts, strict=True):
+            yield QuantizedWeight(codes, Grid(self.grid.spec, scales, zeros))
+
 
 class SweepKernel(Protocol):
     """The triangular loop of one block; see `hessquant.kernels.twin.sweep_block`."""
@@ -121,8 +127,8 @@ def group_range(weight: Tensor, spec: GridSpec) -> tuple[Tensor, Tensor]:
 
 
 def _in_groups(values: Tensor, spec: GridSpec) -> Tensor:
-    """[rows, columns] as [rows, groups, columns of a group]."""
-    return values.reshape(len(values), -1, spec.width(values.shape[1]))
+    """[..., rows, columns] as [..., rows, groups, columns of a group]."""
+    return values.reshape(*values.shape[:-1], -1, spec.width(values.shape[-1]))
 
 
 def scale_dtype(spec: GridSpec) -> torch.dtype:
@@ -141,16 +147,15 @@ def smallest_scale(dtype: torch.dtype) -> float:
     return max(info.smallest_normal * info.eps, torch.finfo(torch.float32).smallest_normal)
 
 
-def count_degenerate(weight: Tensor, spec: GridSpec) -> tuple[int, int]:
-    """Groups that are all zero, and groups too small for any scale of the stored dtype.
+def count_degenerate(weight: Tensor, spec: GridSpec) -> tuple[Tensor, Tensor]:
+    """Groups that are all zero, and groups too small for any scale of the stored dtype; one number per matrix.
 
     >>> count_degenerate(torch.tensor([[0.0, 0.0, 1e-9, 0.0]]), GridSpec(bits=4, group_size=2))
-    (1, 1)
+    (tensor(1), tensor(1))
     """
     span = _span(*group_range(weight, spec), spec)
     tiny = (span / spec.top < smallest_scale(scale_dtype(spec))) & (span > 0)
-    zero, too_small = torch.stack([(span == 0).sum(), tiny.sum()]).tolist()
-    return zero, too_small
+    return (span == 0).sum((-2, -1)), tiny.sum((-2, -1))
 
 
 def _span(low: Tensor, high: Tensor, spec: GridSpec) -> Tensor:

@@ -7,12 +7,13 @@ Statistics are values, and no function here overwrites one. A collection of many
 the accumulator's, which becomes statistics when it is complete.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hessquant.core.finite import FirstNonFinite, first_non_finite
+from hessquant.core.finite import FirstNonFinite, bring_home, first_non_finite
 from hessquant.core.gram import WeightedTokens, add_products, lower_tiles
 from hessquant.errors import NonFiniteError
 from hessquant.place import HOST
@@ -112,6 +113,11 @@ class HessianAccumulator:
         return None if total is None else HessianStatistics(total, weight_sum, token_count)
 
 
+def settle(accumulators: Sequence[HessianAccumulator]) -> None:
+    """Have an accelerator asked once for all of some accumulators what else each `take` would ask for by itself."""
+    bring_home([accumulator._first_bad for accumulator in accumulators])
+
+
 def _refuse_non_finite(inputs: Tensor, tokens_before: int) -> None:
     place = first_non_finite(inputs)
     if place is not None:
@@ -157,11 +163,16 @@ def merge(first: HessianStatistics, second: HessianStatistics) -> HessianStatist
 
 def hessian(statistics: HessianStatistics) -> Tensor:
     """The mean H = sum_n s_n x_n x_n^T / sum_n s_n, [columns, columns], exactly symmetric; zeros for no tokens."""
-    full = statistics.sum.clone()
-    for rows, columns in lower_tiles(0, len(full)):
-        tile = full[rows, columns]
-        if rows == columns:
-            tile.copy_(torch.tril(tile) + torch.tril(tile, -1).T)
-        else:
-            full[columns, rows] = tile.T
+    full = mirror(statistics.sum.clone())
     return full.div_(statistics.weight_sum) if statistics.weight_sum > 0 else full
+
+
+def mirror(sums: Tensor) -> Tensor:
+    """Write the lower triangle of each of some sums [..., columns, columns] to its upper one, in their place."""
+    for rows, columns in lower_tiles(0, sums.shape[-1]):
+        tile = sums[..., rows, columns]
+        if rows == columns:
+            tile.copy_(torch.tril(tile) + torch.tril(tile, -1).mT)
+        else:
+            sums[..., columns, rows] = tile.mT
+    return sums

@@ -23,19 +23,19 @@ def loss_per_row(error: Tensor, hessian: InPieces) -> Tensor:
     """e_r H e_r^T for every row.
 
     Args:
-        error: W - Q, [rows, columns], floating.
-        hessian: [columns, columns], same dtype, symmetric.
+        error: W - Q, [..., rows, columns], floating.
+        hessian: [..., columns, columns], same dtype, symmetric.
 
     Returns:
-        [rows], same dtype, non-negative up to rounding.
+        [..., rows], same dtype, non-negative up to rounding.
 
     >>> h = torch.tensor([[4.0, 2.0], [2.0, 3.0]], dtype=torch.float64)
     >>> round(loss_per_row(torch.tensor([[0.12, -0.2]], dtype=torch.float64), h).item(), 6)
     0.0816
     """
-    total = error.new_zeros(len(error))
-    for rows, columns in lower_tiles(0, len(hessian)):
-        part = ((error[:, rows] @ hessian[rows, columns]) * error[:, columns]).sum(1)
+    total = error.new_zeros(error.shape[:-1])
+    for rows, columns in lower_tiles(0, error.shape[-1]):
+        part = ((error[..., rows] @ hessian[rows, columns]) * error[..., columns]).sum(-1)
         total += part if rows == columns else 2 * part
     return total
 
@@ -49,28 +49,33 @@ def loss(error: Tensor, hessian: Tensor) -> float:
     return float(loss_per_row(error, hessian).double().sum())
 
 
-def expected_sweep_loss(grid: Grid, factor: Factor) -> float:
-    """Expected loss of the sweep: sum_j s_j^2 / 12 * M_jj^2 (Babai's nearest plane, arXiv 2507.18553)."""
-    per_group = (grid.scales.double() ** 2).sum(0) / 12
-    per_column = per_group.repeat_interleave(grid.spec.width(len(factor.dead)))
-    return float((per_column * factor.importance)[factor.live].sum())
+def expected_sweep_loss(grid: Grid, factor: Factor) -> Tensor:
+    """Expected loss of the sweep: sum_j s_j^2 / 12 * M_jj^2 (Babai's nearest plane, arXiv 2507.18553).
+
+    A number, float64; of a batch one per member.
+    """
+    per_group = (grid.scales.double() ** 2).sum(-2) / 12
+    per_column = per_group.repeat_interleave(grid.spec.width(len(factor.dead)), -1)
+    return (per_column * factor.importance).index_select(-1, factor.live).sum(-1)
 
 
-def order_free_floor(grid: Grid, factor: Factor) -> float:
-    """What the sweep's expected loss cannot be below in any column order.
+def order_free_floor(grid: Grid, factor: Factor) -> Tensor:
+    """What the sweep's expected loss cannot be below in any column order; as `expected_sweep_loss`.
 
     The product of the s_j^2 M_jj^2 is a determinant and does not depend on the order; their sum is least when all are
     equal (arithmetic and geometric mean): columns * (prod_j s_j^2 M_jj^2)^(1/columns) / 12, summed over rows.
     """
     live, columns = factor.live, len(factor.dead)
+    scales = grid.scales
     if not len(live):
-        return 0.0
-    log_importance = factor.importance[live].log().mean()
+        return factor.importance.new_zeros(scales.shape[:-2])
+    log_importance = factor.importance.index_select(-1, live).log().mean(-1, keepdim=True)
     # In chunks of rows: a float64 per weight would be more than all else that a solve takes.
     height = max(1, _CHUNK // columns)
     width = grid.spec.width(columns)
     means = [
-        grid.scales[row : row + height].double().repeat_interleave(width, 1)[:, live].log().mean(1)
-        for row in range(0, len(grid.scales), height)
+        rows.double().repeat_interleave(width, 1)[:, live].log().mean(1)
+        for rows in torch.split(scales.reshape(-1, scales.shape[-1]), height)
     ]
-    return float(len(live) * torch.exp(2 * torch.cat(means) + log_importance).sum() / 12)
+    per_row = torch.cat(means).view(scales.shape[:-1])
+    return len(live) * torch.exp(2 * per_row + log_importance).sum(-1) / 12

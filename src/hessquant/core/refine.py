@@ -26,76 +26,78 @@ def descend(
     objective; then column j's target is w_j + (1 / H_jj) sum_{k != j} H_jk e_k.
 
     Args:
-        weight: [rows, columns].
+        weight: [..., rows, columns].
         quantized: Its codes and grid.
-        hessian: [columns, columns], symmetric with a positive diagonal, same dtype.
+        hessian: [..., columns, columns], symmetric with a positive diagonal, same dtype.
         block_size: Columns per matrix product; does not change the result but for rounding.
         kernel: The loop over columns.
 
     Returns:
         New codes and scales; tr(E H E^T) is not larger, but for rounding.
     """
-    grid, width = quantized.grid, quantized.grid.spec.width(weight.shape[1])
-    columns = weight.T.contiguous()
-    errors = columns - quantized.dequantize(weight.dtype).T
+    grid, count = quantized.grid, weight.shape[-1]
+    width = grid.spec.width(count)
+    columns = weight.mT.contiguous()
+    errors = columns - quantized.dequantize(weight.dtype).mT
     # Clones: one row's or one group's transpose is contiguous as it is.
-    codes = quantized.codes.T.clone(memory_format=torch.contiguous_format)
-    scales = grid.scales.T.clone(memory_format=torch.contiguous_format)
-    zeros = grid.zeros.T.to(weight.dtype).contiguous()
+    codes = quantized.codes.mT.clone(memory_format=torch.contiguous_format)
+    scales = grid.scales.mT.clone(memory_format=torch.contiguous_format)
+    zeros = grid.zeros.mT.to(weight.dtype).contiguous()
     step = width * max(1, block_size // width)
-    for start in range(0, len(columns), step):
+    for start in range(0, count, step):
         # H e for the block's columns; kept up to date as they change.
-        block = slice(start, min(start + step, len(columns)))
-        sums = _product(hessian, block, slice(0, len(columns)), errors)
+        block = slice(start, min(start + step, count))
+        sums = _product(hessian, block, slice(0, count), errors)
         for first in range(start, block.stop, width):
-            group = slice(first, first + width)
-            index, here = first // width, slice(first - start, first - start + width)
-            steps = codes[group].to(weight.dtype) - zeros[index]
-            scales[index], change = _best_scale(
-                scales[index], steps, sums[here], _product(hessian, group, group, steps)
-            )
+            group, here = slice(first, first + width), slice(first - start, first - start + width)
+            of_group = slice(first // width, first // width + 1)
+            scale, zero = scales[..., of_group, :], zeros[..., of_group, :]
+            steps = codes[..., group, :].to(weight.dtype) - zero
+            found, change = _best_scale(scale, steps, sums[..., here, :], _product(hessian, group, group, steps))
+            scale.copy_(found)
             moved = steps.mul_(-change)
-            errors[group] += moved
+            errors[..., group, :] += moved
             sums += _product(hessian, block, group, moved)
             for begin in range(first, group.stop, block_size):
                 piece = slice(begin, min(begin + block_size, group.stop))
-                within, old = hessian[piece, piece].contiguous(), errors[piece].clone()
+                within, old = hessian[piece, piece].contiguous(), errors[..., piece, :].clone()
                 # The kernel adds the new errors of the piece's earlier columns itself.
-                carried = sums[begin - start : piece.stop - start] - within.tril() @ old
-                codes[piece], errors[piece] = kernel(
-                    columns[piece],
+                carried = sums[..., begin - start : piece.stop - start, :] - within.tril() @ old
+                codes[..., piece, :], errors[..., piece, :] = kernel(
+                    columns[..., piece, :],
                     within,
                     carried,
-                    scales[index : index + 1].to(weight.dtype),
-                    zeros[index : index + 1],
-                    torch.zeros(len(within), dtype=torch.int64, device=weight.device),
+                    scale.to(weight.dtype),
+                    zero,
+                    torch.zeros(within.shape[:-1], dtype=torch.int64, device=weight.device),
                     grid.spec.top,
                 )
                 rest = slice(piece.stop, block.stop)
-                sums[piece.stop - start :] += _product(hessian, rest, piece, errors[piece] - old)
-    return QuantizedWeight(codes.T.contiguous(), Grid(grid.spec, scales.T.contiguous(), grid.zeros))
+                sums[..., piece.stop - start :, :] += _product(hessian, rest, piece, errors[..., piece, :] - old)
+    return QuantizedWeight(codes.mT.contiguous(), Grid(grid.spec, scales.mT.contiguous(), grid.zeros))
 
 
 def _product(hessian: InPieces, rows: slice, columns: slice, right: Tensor) -> Tensor:
     """H[rows, columns] @ right, in strips of H's rows."""
-    product = right.new_empty(rows.stop - rows.start, right.shape[1])
+    product = right.new_empty(*right.shape[:-2], rows.stop - rows.start, right.shape[-1])
     for first in range(rows.start, rows.stop, _STRIP):
         last = min(first + _STRIP, rows.stop)
-        torch.mm(hessian[first:last, columns], right, out=product[first - rows.start : last - rows.start])
+        strip = product[..., first - rows.start : last - rows.start, :]
+        torch.matmul(hessian[first:last, columns], right, out=strip)
     return product
 
 
 def _best_scale(scale: Tensor, steps: Tensor, sums: Tensor, products: Tensor) -> tuple[Tensor, Tensor]:
-    """One group's new scales, and by how much they changed in the steps' dtype, both [rows].
+    """One group's new scales, and by how much they changed in the steps' dtype, both [..., 1, rows].
 
     Args:
         scale: The present ones, in the stored dtype.
-        steps: Codes less their zeros, [width, rows].
-        sums: H e for the group's columns, [width, rows].
-        products: H times the steps within the group, [width, rows].
+        steps: Codes less their zeros, [..., width, rows].
+        sums: H e for the group's columns, [..., width, rows].
+        products: H times the steps within the group, [..., width, rows].
     """
-    slope = (steps * sums).sum(0)
-    curvature = (steps * products).sum(0)
+    slope = (steps * sums).sum(-2, keepdim=True)
+    curvature = (steps * products).sum(-2, keepdim=True)
     old = scale.to(steps.dtype)
     candidate = (old + slope / curvature).to(scale.dtype)
     change = candidate.to(steps.dtype) - old

@@ -5,12 +5,16 @@ from typing import Any
 
 from hessquant.errors import SourceError
 from hessquant.formats import gguf_blocks
+from hessquant.formats.awq import Awq
 from hessquant.formats.compressed_tensors import CompressedTensors
 from hessquant.formats.dialect import Dialect, Output
 from hessquant.formats.gptq import Gptq
 
 DIALECTS: Mapping[str, Dialect] = {"gptq": Gptq(), "compressed-tensors": CompressedTensors()}
 """By names that are those of `quant_method` as well."""
+
+READ_ONLY: Mapping[str, Dialect] = {"awq": Awq()}
+"""Dialects that are read as a source and not written."""
 
 OUTPUTS: Mapping[str, Output] = {**DIALECTS, "gguf": gguf_blocks}
 
@@ -22,7 +26,8 @@ def dialect_of(described: Mapping[str, Any]) -> Dialect:
         SourceError: If it is none of ours.
     """
     method = described.get("quant_method")
-    for name, dialect in DIALECTS.items():
+    known = {**DIALECTS, **READ_ONLY}
+    for name, dialect in known.items():
         if name == method:
             return dialect
-    raise SourceError(f"quant_method is {method!r}; only {', '.join(DIALECTS)} checkpoints can be decoded")
+    raise SourceError(f"quant_method is {method!r}; only {', '.join(known)} checkpoints can be decoded")

@@ -57,6 +57,12 @@ class CompressedTensors(Dialect):
             raise CheckpointError(f"weight_shape says {stated}, but weight_packed holds {list(codes.shape)}")
         return codes[:, : stated[1]].contiguous(), zeros, scales
 
+    def zeros_fault(self, parts: Mapping[str, Tensor], grid: GridSpec, variant: str) -> str | None:
+        """That there are zeros where the config has no place for them."""
+        if grid.symmetric and "weight_zero_point" in parts:
+            return "the config says symmetric, but there is a weight_zero_point"
+        return None
+
     def value_faults(self, parts: Mapping[str, Tensor], grid: GridSpec, variant: str) -> Iterator[str]:
         """Faults in the shape, the scales and the zeros."""
         stated, packed = parts["weight_shape"].tolist(), parts["weight_packed"]
@@ -65,8 +71,9 @@ class CompressedTensors(Dialect):
         elif fault := ragged(stated[1], grid, "; vLLM cannot open this"):
             yield fault
         yield from scale_faults("weight_scale", parts["weight_scale"])
-        if grid.symmetric and "weight_zero_point" in parts:
-            yield "the config says symmetric, but there is a weight_zero_point"
+        fault = self.zeros_fault(parts, grid, variant)
+        if fault is not None:
+            yield fault
 
     def _holds(self, parts: Mapping[str, Tensor], grid: GridSpec) -> bool:
         """Whether the packed codes are those of a weight of the shape that is stated."""

@@ -238,6 +238,10 @@ class Dialect(Output, Protocol):
         zeros = parts[self.zeros]
         return unpack_lines(zeros if self.transposed else zeros.T, grid.bits).T
 
+    def zeros_fault(self, parts: Mapping[str, Tensor], grid: GridSpec, variant: str) -> str | None:
+        """Why readers may differ in the zeros of one weight, in one sentence; None if they do not."""
+        return None
+
     def value_faults(self, parts: Mapping[str, Tensor], grid: GridSpec, variant: str) -> Iterator[str]:
         """One sentence per fault in the values of one weight, given its parts without `layout_fault`."""
 

@@ -101,6 +101,12 @@ class Gptq(Dialect):
                 raise CheckpointError("g_idx permutes the inputs, which codes on a grid cannot hold")
         return weight
 
+    def zeros_fault(self, parts: Mapping[str, Tensor], grid: GridSpec, variant: str) -> str | None:
+        """That a zero is out of range in v1."""
+        if variant == "gptq" and bool((self.read_zeros(parts, grid, variant) == 0).any()):
+            return "qzeros holds a zero that wraps in checkpoint format gptq; readers differ in what it means"
+        return None
+
     def value_faults(self, parts: Mapping[str, Tensor], grid: GridSpec, variant: str) -> Iterator[str]:
         """Faults in the groups, the scales and the zeros."""
         columns, groups = self.weight_shape(layout_of(parts), grid)[1], len(parts["scales"])
@@ -111,9 +117,9 @@ class Gptq(Dialect):
             made = grid.groups(columns)
             yield f"scales has {groups} groups, but the config's group size {grid.group_size} makes {made}"
         yield from scale_faults("scales", parts["scales"])
-        zeros = self.read_zeros(parts, grid, variant)
-        if variant == "gptq" and bool((zeros == 0).any()):
-            yield "qzeros holds a zero that wraps in checkpoint format gptq; readers differ in what it means"
+        zeros, wraps = self.read_zeros(parts, grid, variant), self.zeros_fault(parts, grid, variant)
+        if wraps is not None:
+            yield wraps
         elif grid.symmetric and bool((zeros != grid.middle).any()):
             yield f"the config says symmetric, but qzeros stands for zeros other than {grid.middle}"
         if "g_idx" not in parts:

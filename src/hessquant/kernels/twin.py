@@ -27,17 +27,22 @@ def sweep_block(
 
     Returns:
         Codes, uint8, and errors w - q, both [width, rows].
+
+    All but `top` may have one more dimension in front: as many weights of one shape.
     """
     total = carried.clone()
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
-    errors = torch.empty_like(weight)
-    scales, zeros, inverses = scales[group], zeros[group], 1 / lower.diagonal()
-    for j in range(len(weight)):
-        target = weight[j] + total[j] * inverses[j]
-        code = (torch.round(target / scales[j]) + zeros[j]).clamp(0, top)
-        codes[j] = code
-        errors[j] = weight[j] - scales[j] * (code - zeros[j])
-        total[j + 1 :] += lower[j + 1 :, j, None] * errors[j]
+    errors = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    columns = group.unsqueeze(-1)
+    scales, zeros = scales.take_along_dim(columns, -2), zeros.take_along_dim(columns, -2)
+    inverses = 1 / lower.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+    for j in range(weight.shape[-2]):
+        scale, zero = scales[..., j, :], zeros[..., j, :]
+        target = weight[..., j, :] + total[..., j, :] * inverses[..., j, :]
+        code = (torch.round(target / scale) + zero).clamp(0, top)
+        codes[..., j, :] = code
+        errors[..., j, :] = weight[..., j, :] - scale * (code - zero)
+        total[..., j + 1 :, :] += lower[..., j + 1 :, j, None] * errors[..., j, None, :]
     return codes, errors
 
 
@@ -57,10 +62,12 @@ def search_scales(
 
     Raises:
         GridError: If a scale overflows its dtype.
+
+    Weights and column weights may have one more dimension in front: as many weights of one shape.
     """
-    width = spec.width(len(weight))
-    members = weight.view(-1, width, weight.shape[1])
-    importance = column_weights.view(-1, width, 1)
+    width, rows = spec.width(weight.shape[-2]), weight.shape[-1]
+    members = weight.reshape(-1, width, rows)
+    importance = column_weights.reshape(-1, width, 1)
     low, high = members.amin(1), members.amax(1)
     best_loss = torch.full_like(low, torch.inf)
     best_scales, best_zeros = affine(low, high, spec)
@@ -75,4 +82,5 @@ def search_scales(
         best_loss = torch.where(better, loss, best_loss)
         best_scales = torch.where(better, scales, best_scales)
         best_zeros = torch.where(better, zeros, best_zeros)
-    return best_scales, best_zeros
+    shape = *weight.shape[:-2], -1, rows
+    return best_scales.view(shape), best_zeros.view(shape)

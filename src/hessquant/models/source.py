@@ -103,7 +103,10 @@ class ModelSource:
             _refuse_counts(json.loads((self.directory / _CONFIG_FILE).read_text(encoding="utf-8")))
             config: PreTrainedConfig = self._made_by(AutoConfig)
         # With this left in, transformers would build packed modules.
-        return config, vars(config).pop("quantization_config", None)
+        inner = getattr(config, "text_config", None)
+        places = [vars(each) for each in (config, inner) if isinstance(each, PreTrainedConfig)]
+        said = [place.pop(name, None) for place in places for name in ("quantization_config", "compression_config")]
+        return config, next((each for each in said if each is not None), None)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from hessquant.calibration.calibration import Calibration
-from hessquant.checkpoint.reader import CheckpointReader
+from hessquant.checkpoint.opening import requantized, weights_of
+from hessquant.checkpoint.reader import CheckpointReader, WeightSource
 from hessquant.config import Config
 from hessquant.models.source import ModelSource, resolve
 from hessquant.pipeline.publishing import refuse_form
@@ -34,8 +35,8 @@ def make_plan(model: str, config: Config | None = None, *, calibration: str | It
 @contextmanager
 def planned(
     model: str, config: Config, calibration: str | Iterable[Any]
-) -> Iterator[tuple[ModelSource, CheckpointReader, Calibration, Plan]]:
-    """A model, its checkpoint, which is open inside, what it is calibrated on, and its plan.
+) -> Iterator[tuple[ModelSource, WeightSource, Calibration, Plan]]:
+    """A model, its weights, whose files are open inside, what it is calibrated on, and its plan.
 
     Args:
         model: As `quantize` takes it.
@@ -51,6 +52,10 @@ def planned(
     with CheckpointReader(source.directory) as reader:
         inputs = Calibration(source, calibration, config)
         inputs.check()
-        plan = planning.make_plan(source, reader.tensors, config, inputs=inputs.sample)
-        refuse_form(config.format, reader, plan)
-        yield source, reader, inputs, plan
+        weights = weights_of(reader)
+        if weights is None:
+            # The plan refuses it as it is, unless it was asked for.
+            weights = requantized(source, reader, inputs.sample) if config.requantize else reader
+        plan = planning.make_plan(source, weights.tensors, config, inputs=inputs.sample, form=weights.form)
+        refuse_form(config.format, weights, plan)
+        yield source, weights, inputs, plan

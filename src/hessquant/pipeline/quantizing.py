@@ -29,7 +29,7 @@ from hessquant.results import SILENT, CalibrationRecord, Progress, RunReport
 from hessquant.run.loop import Outcome, quantize_segments
 from hessquant.run.store import RunStore
 
-_FREE_OF_RESULT = ("activation_memory", "capture", "max_unquantized", "serve", "trust_remote_code")
+_FREE_OF_RESULT = ("activation_memory", "capture", "max_unquantized", "requantize", "serve", "trust_remote_code")
 """Settings that do not change the result, so that a run may go on with others."""
 
 _OF_THE_PLACE = ("device", "forward_dtype")
@@ -84,7 +84,7 @@ def quantize(
         with RunStore(kept_in, keep=keep_run) as store, holding(out):
             finished = report_in(out) if is_complete(out) else None
             batches = inputs.batches(tokens_per_batch(source.place))
-            streamed = StreamedModel(source, reader.tensors, reader.read)
+            streamed = StreamedModel(source, reader.tensors, reader.decode)
             scales = ScaleCheck(plan.targets, reader.tensors, config)
             identity = _identity(plan, config, inputs.record, audit(reader, progress, scales))
             store.begin({name: value for name, value in identity.items() if name not in _OF_THE_OUTPUT})

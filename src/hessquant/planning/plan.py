@@ -9,7 +9,7 @@ from torch import Tensor
 from hessquant import memory
 from hessquant.config import Config
 from hessquant.errors import PlanError, SourceError
-from hessquant.formats import DIALECTS, OUTPUTS
+from hessquant.formats import DIALECTS, OUTPUTS, READ_ONLY
 from hessquant.formats.described import description_of
 from hessquant.formats.dialect import PackedWeight
 from hessquant.models.context import context_of, window_length
@@ -27,7 +27,7 @@ from hessquant.planning.settings import assign_settings, refuse_format
 from hessquant.planning.size import Sizes, bits_per_weight, find_remedies, least_bytes
 from hessquant.planning.targets import head_product, known_names, select_targets
 from hessquant.planning.untouched import is_end, left_alone, namesakes, refuse_unquantized
-from hessquant.records import GridSpec, Plan, Target, TensorInfo, Untouched
+from hessquant.records import PLAIN, GridSpec, Plan, SourceForm, Target, TensorInfo, Untouched
 
 _FLOATING = ("F64", "F32", "BF16", "F16")
 
@@ -44,6 +44,7 @@ def make_plan(
     config: Config,
     *,
     inputs: Mapping[str, Tensor] | None = None,
+    form: SourceForm = PLAIN,
 ) -> Plan:
     """Decide everything that can be decided before a weight is read, and refuse what cannot work.
 
@@ -52,6 +53,7 @@ def make_plan(
         tensors: Its checkpoint's tensors by name.
         config: The settings.
         inputs: What the model will run on, where it is more than text: the parts that see it are planned too.
+        form: How the tensors are stored.
 
     Raises:
         SourceError: If the model is quantized already, or its tensors disagree with its config.
@@ -60,19 +62,24 @@ def make_plan(
         ServeError: If a client in `config.serve` is known not to open the result.
         PlanError: If the model or the settings cannot be planned for another reason.
     """
-    _refuse_quantized(source)
+    if not form.title:
+        _refuse_quantized(source)
     context = context_of(source.config).least
     config = replace(config, window_length=window_length(config.window_length, context))
     probed = probe(source, tensors, inputs=inputs)
     _check_stored(source, tensors, probed)
+    _refuse_dropped(source, form, probed)
     chosen, reasons = select_targets(probed, tensors, config)
     group_size, settings = assign_settings(chosen, probed.blocks, known_names(probed, tensors), config)
     refuse_unquantized(tensors, reasons, probed, config)
     plan = _plan(source, probed, tensors, chosen, settings, reasons, config)
-    sizes = Sizes.of(probed, plan.targets, config, source.place)
+    sizes = Sizes.of(probed, plan.targets, config, source.place, form)
     estimate, machine = sizes.memory(config), memory.total_memory()
     return replace(
         plan,
+        untouched=tuple(_told(tensor, form) for tensor in plan.untouched),
+        source_form=form.title,
+        dropped=form.dropped,
         group_size=group_size,
         memory_bytes=estimate,
         least_memory_bytes=least_bytes(sizes, config),
@@ -228,9 +235,31 @@ def _refuse_quantized(source: ModelSource) -> None:
     quantization = source.quantization
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise SourceError(
-            f"{source.name} is quantized already ({method or 'unnamed method'}, says its config.json); {_WAY_OUT}"
+        more = (
+            "; or, at a cost in quality, quantize it again with --requantize"
+            if method in (*DIALECTS, *READ_ONLY)
+            else ""
         )
+        raise SourceError(
+            f"{source.name} is quantized already ({method or 'unnamed method'}, says its config.json); {_WAY_OUT}{more}"
+        )
+
+
+def _refuse_dropped(source: ModelSource, form: SourceForm, probed: Probe) -> None:
+    """Refuse to leave out what the model does need, whatever its name says."""
+    for tensor in form.dropped:
+        if probed.parameter_of(tensor.name) is not None or tensor.name in probed.buffers:
+            raise SourceError(
+                f"{source.name}: {tensor.name} is a scale of activations by its name, but the model class has it; "
+                f"{_WAY_OUT}"
+            )
+
+
+def _told(tensor: Untouched, form: SourceForm) -> Untouched:
+    """A tensor that is not quantized, with its reason saying whether it is written as it is stored."""
+    if tensor.name not in form.dequantized:
+        return tensor
+    return replace(tensor, reason=f"{tensor.reason}, dequantized to {tensor.dtype}")
 
 
 def _check_stored(source: ModelSource, tensors: Mapping[str, TensorInfo], probed: Probe) -> None:

@@ -11,8 +11,8 @@ from hessquant.config import LONGEST_DEFAULT_WINDOW, Config
 from hessquant.models.probe import Probe
 from hessquant.place import Place, device_memory
 from hessquant.planning.patterns import weight_pattern
-from hessquant.planning.work import HESSIAN, work
-from hessquant.records import Remedy, Target
+from hessquant.planning.work import HESSIAN, work_together
+from hessquant.records import PLAIN, Remedy, SourceForm, Target
 
 TOKENS_PER_BATCH = 2048
 """On the host: large enough for full speed of the products, small enough that a batch's activations stay in cache."""
@@ -94,6 +94,7 @@ class Sizes:
         hidden_size: Width of the hidden state.
         widest: The target inside the blocks with the longest rows or columns; none if there are none.
         place: Where the model runs.
+        form: How the source is stored: while weights are dequantized, their parts are there too, on the host.
     """
 
     fixed: int
@@ -101,9 +102,12 @@ class Sizes:
     hidden_size: int
     widest: tuple[Target, ...]
     place: Place
+    form: SourceForm = PLAIN
 
     @classmethod
-    def of(cls, probe: Probe, targets: Sequence[Target], config: Config, place: Place) -> "Sizes":
+    def of(
+        cls, probe: Probe, targets: Sequence[Target], config: Config, place: Place, form: SourceForm = PLAIN
+    ) -> "Sizes":
         """Those of a model whose targets are quantized with the refinement and token weights of `config`."""
         inside = [target for target in targets if target.block < len(probe.blocks)]
         widest = sorted(inside, key=lambda target: max(target.rows, target.columns))[-1:]
@@ -111,7 +115,7 @@ class Sizes:
         for target in targets:
             of_block[target.block] += target.rows * target.columns
         codes = max(of_block.values(), default=0)
-        return cls(_fixed_bytes(probe, targets, config, place), codes, probe.hidden_size, tuple(widest), place)
+        return cls(_fixed_bytes(probe, targets, config, place), codes, probe.hidden_size, tuple(widest), place, form)
 
     def memory(self, config: Config) -> int:
         """Estimated peak of the host's anonymous memory while quantizing.
@@ -119,12 +123,14 @@ class Sizes:
         What is fixed (`_fixed_bytes`), and the activations of every calibration token: those that are suspended where
         each block runs once, else hidden states up to the budget, and the activations of one batch. With an accelerator
         it is what the driver takes, hidden states that have no room there, and codes: of the block at work, and of the
-        one before, which is being stored.
+        one before, which is being stored. While weights are dequantized, their parts are on the host as well, and with
+        an accelerator their values.
         """
         if self.place.is_host:
-            return LIBRARIES + self.fixed + self._activations(config, activation_budget(config))
+            return LIBRARIES + self.fixed + self.form.parts_bytes + self._activations(config, activation_budget(config))
         beyond = max(0, self._hidden_bytes(config) - activation_budget_on(self.place))
-        return LIBRARIES + DRIVER + 2 * self.codes + min(activation_budget(config), beyond)
+        read = self.form.parts_bytes + self.form.values_bytes
+        return LIBRARIES + DRIVER + read + 2 * self.codes + min(activation_budget(config), beyond)
 
     def device_memory(self, config: Config) -> int:
         """Estimated peak of the accelerator's memory; 0 where the model runs on the host."""
@@ -201,7 +207,9 @@ def _statistics(targets: Sequence[Target], config: Config, place: Place) -> int:
     # The experts' own sums are apart from the mean that is worked on, and so is that of all.
     pools = max((HESSIAN * target.columns**2 for target in targets if target.module), default=0)
     held = together + max(stops.values(), default=0) + pools
-    return held + max((work(target, config, place) for target in targets), default=0)
+    experts = Counter(members[0].locations[0].parameter for members in inputs.values() if members[0].module)
+    works = (work_together(target, experts.get(target.locations[0].parameter, 1), config, place) for target in targets)
+    return held + max(works, default=0)
 
 
 def least_bytes(sizes: Sizes, config: Config) -> int:
@@ -231,7 +239,7 @@ def find_remedies(
     ]
     if not remedies and config.capture == "once":
         remedies = fitting(_smaller_activations(in_passes, "--capture passes "))
-    return tuple(remedies or _without_widest(probe, targets, config, total, sizes.place))
+    return tuple(remedies or _without_widest(probe, targets, config, total, sizes))
 
 
 def _smaller_activations(config: Config, besides: str = "") -> Iterator[_Change]:
@@ -251,7 +259,7 @@ def _fewer_windows(config: Config, widest: int) -> Iterator[_Change]:
 
 
 def _without_widest(
-    probe: Probe, targets: Sequence[Target], config: Config, total: int, place: Place
+    probe: Probe, targets: Sequence[Target], config: Config, total: int, sizes: Sizes
 ) -> Iterator[Remedy]:
     widest = max(target.columns for target in targets)
     kept = [target for target in targets if target.columns < widest]
@@ -260,7 +268,7 @@ def _without_widest(
     names = (weight_pattern(target.name, probe.blocks) for target in targets if target.columns == widest)
     patterns = dict.fromkeys(name.removesuffix(".weight") for name in names)
     changed = replace(config, capture="passes", activation_memory=0)
-    estimate = Sizes.of(probe, kept, changed, place).memory(changed)
+    estimate = Sizes.of(probe, kept, changed, sizes.place, sizes.form).memory(changed)
     if estimate <= total:
         left_out = " ".join(f"--exclude '{pattern}'" for pattern in patterns)
         yield Remedy(f"--capture passes --activation-memory 0 {left_out}", estimate)

@@ -44,7 +44,8 @@ def to_html(report: RunReport) -> str:
         f"<header><h1>{escape(plan.source)}</h1>"
         f"<p>{escape(plan.architecture)}, quantized by Hessquant {escape(report.version)}: "
         f"{len(plan.targets):,} weights in {len(plan.blocks):,} blocks, {_grids(report)}"
-        f"{f', on {escape(plan.place)}' if plan.place else ''}</p></header>"
+        f"{f', on {escape(plan.place)}' if plan.place else ''}"
+        f"{f'; source: {escape(plan.source_form)}' if plan.source_form else ''}</p></header>"
         f"<main>{''.join(sections)}</main><script>{_asset('report.js')}</script></body></html>\n"
     )
 

@@ -29,10 +29,12 @@ from hessquant.report.figures import (
 )
 from hessquant.report.html import PAGE_NAME
 from hessquant.report.json_report import REPORT_NAME
+from hessquant.report.side_by_side import side_by_side
 from hessquant.report.units import (
     format_bytes,
     format_grid,
     format_group,
+    format_measured,
     format_percent,
     format_range,
     format_ratio,
@@ -43,6 +45,7 @@ from hessquant.results import Evaluation, ExportReport, InspectedWeight, Inspect
 _WORST_SHOWN = 5
 _LABEL_WIDTH = 26
 _SENTENCES_SHOWN = 20
+_ARROWS = {True: " ↑", False: " ↓", None: ""}
 _OPENS_STYLES = {"yes": "green", "no": "red", "unknown": "yellow"}
 
 
@@ -70,20 +73,63 @@ def render_run(report: RunReport, out: Path) -> RenderableType:
 
 
 def render_evaluation(evaluation: Evaluation) -> RenderableType:
-    """Table of a model's perplexity, beside its base model's where there is one."""
+    """Tables of a model's perplexity, beside its base model's where there is one, and of what else was tried."""
     base = evaluation.comparison
-    rows = [(evaluation.model, f"{evaluation.perplexity:.4f}", "-", "-")]
+    rows = [(evaluation.model, format_measured(evaluation.perplexity, evaluation.perplexity_error, 4), "-", "-")]
     if base is not None:
-        difference = f"{base.kl_divergence:.5f} nats", f"{100 * base.top1_agreement:.2f} %"
-        rows = [(base.base, f"{base.base_perplexity:.4f}", "base", "base"), (*rows[0][:2], *difference)]
+        divergence = f"{format_measured(base.kl_divergence, base.kl_error, 5)} nats"
+        top1_error = None if base.top1_error is None else 100 * base.top1_error
+        difference = divergence, f"{format_measured(100 * base.top1_agreement, top1_error, 2)} %"
+        base_perplexity = format_measured(base.base_perplexity, base.base_perplexity_error, 4)
+        rows = [(base.base, base_perplexity, "base", "base"), (*rows[0][:2], *difference)]
     columns = _names("model"), _figures("perplexity"), _figures("KL divergence"), _figures("same top token")
-    recipe = (
+    whole = {evaluation.model: evaluation.whole, **({} if base is None else {base.base: base.whole})}
+    notes = [Text(f"All of {name} was in memory, since {why}", style="dim") for name, why in whole.items() if why]
+    return _page(
+        _table("Evaluation", columns, rows),
+        Text("\n".join(_recipe(evaluation)), style="dim"),
+        *notes,
+        _tasks_table(evaluation) if evaluation.tasks else None,
+        side_by_side(evaluation) if evaluation.continuations else None,
+    )
+
+
+def _recipe(evaluation: Evaluation) -> Iterator[str]:
+    """What was measured, and how sure it is."""
+    base, windows = evaluation.comparison, len(evaluation.per_window)
+    if base is not None and base.perplexity_ratio is not None:
+        ratio = format_measured(base.perplexity_ratio, base.ratio_error, 4)
+        yield f"perplexity is {ratio} times the base's, on the same windows"
+    yield (
         f"{evaluation.tokens:,} predicted tokens in {evaluation.windows:,} windows of "
         f"{evaluation.window_length:,}, float32, text: {evaluation.text}; {evaluation.nll:.5f} nats per token"
     )
-    whole = {evaluation.model: evaluation.whole, **({} if base is None else {base.base: base.whole})}
-    notes = [Text(f"All of {name} was in memory, since {why}", style="dim") for name, why in whole.items() if why]
-    return _page(_table("Evaluation", columns, rows), Text(recipe, style="dim"), *notes)
+    if evaluation.nll_error is not None:
+        yield f"± is the standard error over {windows:,} windows"
+    elif windows == 1:
+        yield "no errors, as there is one window alone"
+
+
+def _tasks_table(evaluation: Evaluation) -> Table:
+    """A row per metric of a task."""
+    base = evaluation.comparison
+    models = [("base", "base_score", "base_error")] if base is not None else []
+    models.append(("model", "score", "error"))
+    columns = (
+        _names("task"),
+        _names("metric"),
+        *map(_figures, ("shots", "questions", *(title for title, _, _ in models))),
+    )
+    rows = (
+        (
+            score.task,
+            score.metric + ("" if score.filter == "none" else f" ({score.filter})") + _ARROWS[score.higher_is_better],
+            *("-" if count is None else f"{count:,}" for count in (score.shots, score.samples)),
+            *(format_measured(getattr(score, value), getattr(score, error), 4) for _, value, error in models),
+        )
+        for score in evaluation.tasks
+    )
+    return _table("Tasks of lm-eval, with its standard errors", columns, rows)
 
 
 def render_export(report: ExportReport, out: Path) -> RenderableType:
@@ -124,6 +170,7 @@ def _plan_facts(plan: Plan) -> Table:
     grids = ", ".join(sorted({format_grid(target.grid) for target in plan.targets}))
     groups = ", ".join(map(format_group, sorted({target.grid.group_size for target in plan.targets})))
     context = f", of a context of {plan.context:,}" if plan.context is not None else ""
+    in_bits = " in 16 bit" if plan.source_form else ""
     machine = f" of the machine's {format_bytes(plan.machine_memory)}" if plan.machine_memory else ""
     experts, on_device = None, None
     if plan.expert_load is not None:
@@ -134,13 +181,16 @@ def _plan_facts(plan: Plan) -> Table:
         on_device = f"about {format_bytes(plan.device_memory_bytes)}{has}"
     return _facts(
         ("Model", f"{plan.source} ({plan.architecture})"),
+        ("Source", plan.source_form or None),
+        ("Dropped", _dropped(plan) or None),
         ("Blocks", " + ".join(f"{count} x {name}" for name, count in Counter(map(kind_of, plan.blocks)).items())),
         ("Run as one", f"the whole model is in memory, since {plan.whole}" if plan.whole else None),
         ("Targets", f"{len(plan.targets):,} weights, {grids}, group {groups}"),
         ("Bits per weight", f"{round(plan.bits_per_weight, 4):g}"),
         (
             "Size",
-            f"{format_bytes(plan.source_bytes)} -> {format_bytes(plan.output_bytes)} ({format_percent(smaller)})",
+            f"{format_bytes(plan.source_bytes)}{in_bits} -> {format_bytes(plan.output_bytes)} "
+            f"({format_percent(smaller)})",
         ),
         (
             "Left in 16 bit",
@@ -156,6 +206,11 @@ def _plan_facts(plan: Plan) -> Table:
     )
 
 
+def _dropped(plan: Plan) -> str:
+    counted = Counter(tensor.reason for tensor in plan.dropped)
+    return "; ".join(f"{count:,} tensors: {reason}" for reason, count in counted.items())
+
+
 def _weights_table(weights: Iterable[Target | InspectedWeight]) -> Table:
     """Weights by name, shape and grid, like ones counted instead of listed."""
     counted = Counter((kind_of(weight.name), weight.rows, weight.columns, weight.grid) for weight in weights)
@@ -166,7 +221,13 @@ def _weights_table(weights: Iterable[Target | InspectedWeight]) -> Table:
         _figures("count", f"{counted.total():,}"),
     )
     rows = (
-        (labels[name], f"{rows} x {columns}", format_grid(grid), format_group(grid.group_size), f"{count:,}")
+        (
+            labels[name],
+            f"{rows} x {columns}",
+            "-" if grid is None else format_grid(grid),
+            "-" if grid is None else format_group(grid.group_size),
+            f"{count:,}",
+        )
         for (name, rows, columns, grid), count in counted.items()
     )
     return _table("Quantized weights", columns, rows)

@@ -21,6 +21,17 @@ def format_bytes(count: int) -> str:
     return f"{count} B" if unit == 0 else f"{value:.1f} {_BYTE_UNITS[unit]}"
 
 
+def format_measured(value: float | None, error: float | None, digits: int) -> str:
+    """Give a number with its standard error, to as many digits; the number alone where none is stated.
+
+    >>> format_measured(28.45123, 0.31, 2), format_measured(0.5, None, 3), format_measured(None, None, 3)
+    ('28.45 ± 0.31', '0.500', '-')
+    """
+    if value is None:
+        return "-"
+    return f"{value:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
+
+
 def format_seconds(seconds: float) -> str:
     """Give a duration with two units at most.
 

@@ -1,12 +1,13 @@
 """Token windows on their way through a model of which one segment is in memory at a time, as far as its logits."""
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from hessquant.calibration.batches import Batch
 from hessquant.capture.activations import ActivationStore
@@ -19,7 +20,7 @@ from hessquant.records import TokenWindow
 from hessquant.results import Progress
 
 _LOGITS_BYTES = 1 << 28
-"""Of the logits that are made at once, where the model can make those of some positions only."""
+"""Of the logits that are made at once."""
 
 _KEEP = "logits_to_keep"
 """How transformers' models call the positions to make logits of."""
@@ -58,8 +59,8 @@ class ForwardPass:
         self.whole = structure.whole
         self._states: Mapping[int, BatchState] = {}
         self.steps = len(self._blocks) * len(self._batches)
-        head = streamed.model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        self.vocabulary: int | None = None if head is None else head.weight.shape[0]
+        self._head: Any = streamed.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self.vocabulary: int | None = None if self._head is None else self._head.weight.shape[0]
         self._chooses = _KEEP in inspect.signature(streamed.model.forward).parameters
 
     @torch.no_grad()
@@ -103,7 +104,7 @@ class ForwardPass:
             yield from self._run(index).logits[0, :-1].split(CHUNK)
             return
         for chosen in torch.split(torch.arange(positions - 1, device=self._streamed.place.device), at_once):
-            made = self._run(index, {_KEEP: chosen}).logits[0]
+            made = self._run(index, chosen).logits[0]
             if len(made) != len(chosen):
                 raise CaptureError(
                     f"window {index}: the model gives logits of {len(made)} positions where those of {len(chosen)} "
@@ -111,20 +112,40 @@ class ForwardPass:
                 )
             yield from made.split(CHUNK)
 
-    def _run(self, index: int, chosen: Mapping[str, torch.Tensor] | None = None) -> Any:
+    def _run(self, index: int, chosen: torch.Tensor | None = None) -> Any:
+        """What the model gives for a window, with logits of the chosen positions; None = of all."""
         batch = self._batches[index]
-        if chosen is not None:
-            batch = replace(batch, inputs={**batch.inputs, **chosen})
-        if isinstance(self._last, WholeModel):
-            return self._last.run(batch)
-        return self._last.run(replace(self._states[index], batch=batch))
+        if chosen is not None and self._chooses:
+            batch = replace(batch, inputs={**batch.inputs, _KEEP: chosen})
+        with ExitStack() as hooked:
+            if chosen is not None and not self._chooses:
+                hooked.callback(self._head.register_forward_pre_hook(_choosing(chosen)).remove)
+            if isinstance(self._last, WholeModel):
+                return self._last.run(batch)
+            return self._last.run(replace(self._states[index], batch=batch))
 
     def _positions_at_once(self, positions: int) -> int | None:
         """How many positions' logits are made at once, in whole chunks; None for all.
 
-        All are where they are few enough, and where a model that is one segment would be run anew for each part.
+        All are where they are few enough. A model that is one segment is run anew for each part, and has all of its
+        weights in memory: there, what takes no more than these is few enough.
         """
-        if self.vocabulary is None or not self._chooses or not self._blocks:
+        if self.vocabulary is None:
             return None
-        fitting = _LOGITS_BYTES // (self._streamed.place.dtype.itemsize * self.vocabulary)
+        streamed = self._streamed
+        allowed = _LOGITS_BYTES
+        if not self._blocks:
+            weights = sum(weight.numel() for weight in streamed.model.parameters())
+            allowed = max(allowed, weights * streamed.place.dtype.itemsize)
+        fitting = allowed // (streamed.place.dtype.itemsize * self.vocabulary)
         return None if positions <= fitting else max(fitting // CHUNK, 1) * CHUNK
+
+
+def _choosing(chosen: torch.Tensor) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]:
+    """A hook that passes a head the hidden states [1, length, hidden] of some positions only."""
+
+    def choose(_: nn.Module, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        # A head that is called by keyword, or on another shape, is left alone: its logits are too many, which is seen.
+        return tuple(value[:, chosen] if value.ndim == 3 else value for value in arguments)
+
+    return choose

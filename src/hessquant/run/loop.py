@@ -17,15 +17,17 @@ from hessquant.capture.segments import Segment, segments_of
 from hessquant.capture.stops import stops_of
 from hessquant.config import Config
 from hessquant.core.grid import QuantizedWeight
+from hessquant.models.library import reason
 from hessquant.models.stream import StreamedModel
 from hessquant.place import give_back
 from hessquant.planning.size import activation_budget, activation_budget_on
 from hessquant.records import Plan
 from hessquant.results import LayerRecord, Progress
 from hessquant.run.overlap import Overlap, Warm
-from hessquant.run.solve import TargetSolver, put_back
+from hessquant.run.solve import TargetSolver
 from hessquant.run.store import FinishedBlock, RunStore
 from hessquant.run.way import Way, first_way
+from hessquant.run.weights import put_back
 
 
 @dataclass(frozen=True)
@@ -88,10 +90,10 @@ def quantize_segments(
                 records, forwards, mapped = run.go_through(segments, kept, plan)
             break
         except torch.OutOfMemoryError as error:
-            reason = str(error).partition("\n")[0]
+            why = reason(error)
         # Here, and not where it was caught: by now nothing holds on to what it was about.
         give_back(streamed.place.device)
-        way, sentence = way.holding_less(f"{streamed.place.device} ran out of memory ({reason})")
+        way, sentence = way.holding_less(f"{streamed.place.device} ran out of memory ({why})")
         retreats.append(sentence)
         kept = [store.read(segment.index) for segment in segments]
     outputs = sum(segment.has_outputs for segment in segments)

@@ -1,8 +1,10 @@
 """Statistics of inputs -> quantized weights, written back into the model as they are solved."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from torch import Tensor
 from hessquant.capture.stops import Stop
 from hessquant.config import Config
 from hessquant.core import gptq
+from hessquant.core.batch import alike
 from hessquant.core.experts import pooled, shrink
 from hessquant.core.factor import Factor, effective_rank, factorize
 from hessquant.core.gptq import Solution
@@ -17,9 +20,17 @@ from hessquant.core.grid import QuantizedWeight
 from hessquant.core.hessian import HessianStatistics, hessian
 from hessquant.errors import FactorizationError, GridError, NonFiniteError
 from hessquant.kernels.dispatch import kernels_for
-from hessquant.place import HOST
-from hessquant.records import Location, Target
+from hessquant.place import HOST, Place
+from hessquant.planning.work import at_once
+from hessquant.records import Target
 from hessquant.results import LayerRecord
+from hessquant.run.weights import matrix_at, write_values
+
+_Quantized = tuple[QuantizedWeight, LayerRecord]
+"""A weight on the host, and what is told of it."""
+
+_Part = tuple[list[Target], QuantizedWeight, list[LayerRecord]]
+"""Targets that were solved together, one or a batch; their weights where they were solved; what is told of each."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +38,12 @@ class _Inputs:
     """What is known of the inputs that some targets share.
 
     Attributes:
-        leader: The target that they are named after.
-        hessian: Their mean Hessian, [columns, columns].
-        tokens: Tokens that it saw, apart from the pool's.
+        members: Those targets; the inputs are named after the first.
+        tokens: Tokens that their Hessian saw, apart from the pool's.
         pooled_share: Weight of all experts' common Hessian in it.
     """
 
-    leader: str
-    hessian: Tensor
+    members: tuple[str, ...]
     tokens: int
     pooled_share: float = 0.0
 
@@ -43,7 +52,7 @@ class TargetSolver:
     """Quantizes the targets of a segment, one stop at a time, and puts the quantized values into the model.
 
     Attributes:
-        quantized: Quantized weights by target name, in the order they were solved; on the host.
+        quantized: Quantized weights by target name, in the order of the stops' members; on the host.
         records: One record per quantized weight, in the same order.
 
     Args:
@@ -83,9 +92,9 @@ class TargetSolver:
             return
         (group,) = stop.groups
         seen = statistics.pop(group.leader)
-        inputs = _Inputs(group.leader, hessian(seen), seen.token_count)
+        mean, inputs = hessian(seen), _Inputs(group.members, seen.token_count)
         del seen
-        self._quantize_alike(group.members, inputs)
+        self._quantize_alone(inputs, mean)
 
     def _quantize_experts(self, groups: Sequence[tuple[str, ...]], statistics: dict[str, HessianStatistics]) -> None:
         stacks: dict[str, list[tuple[str, ...]]] = {}
@@ -93,89 +102,130 @@ class TargetSolver:
             stacks.setdefault(self._targets[members[0]].locations[0].parameter, []).append(members)
         for of_one_stack in stacks.values():
             first = self._targets[of_one_stack[0][0]]
+            parameter = self._parameters[first.locations[0].parameter]
             reached = (statistics[leader] for leader, *_ in of_one_stack if leader in statistics)
-            pool = pooled(tuple(reached), first.columns, self._parameters[first.locations[0].parameter])
-            for members in of_one_stack:
-                own = statistics.pop(members[0], None)
-                mean, share = shrink(own, pool)
-                inputs = _Inputs(members[0], mean, 0 if own is None else own.token_count, share)
-                del own, mean
-                self._quantize_alike(members, inputs)
+            common = hessian(pooled(tuple(reached), first.columns, parameter))
+            place = Place(parameter.device, parameter.dtype)
+            together = min(at_once(self._targets[name], self._config, place) for name in chain(*of_one_stack))
+            for start in range(0, len(of_one_stack), together):
+                self._quantize_piece(of_one_stack[start : start + together], statistics, common)
 
-    def _quantize_alike(self, members: Sequence[str], inputs: _Inputs) -> None:
-        """Quantize the targets that share some inputs; one factor serves all that are ordered alike."""
-        name = inputs.leader
-        try:
-            for width, ordered_alike in self._by_width(members, len(inputs.hessian)).items():
+    def _quantize_piece(
+        self, groups: Sequence[tuple[str, ...]], statistics: dict[str, HessianStatistics], common: Tensor
+    ) -> None:
+        """Quantize some experts: in batches of those that are alike, and the others one by one."""
+        seen = [statistics.pop(members[0], None) for members in groups]
+        hessians, shares = shrink(seen, common)
+        tokens = [0 if own is None else own.token_count for own in seen]
+        del seen
+        experts = [_Inputs(*known) for known in zip(groups, tokens, shares, strict=True)]
+        solved: dict[int, list[_Quantized]] = {}
+        for batch in self._batches(experts, hessians) if len(experts) > 1 else ():
+            solved |= self._solved_together(batch, experts, hessians)
+        for at, inputs in enumerate(experts):
+            if at in solved:
+                self._keep(solved.pop(at))
+            else:
+                self._quantize_alone(inputs, hessians[at])
+
+    def _batches(self, experts: Sequence[_Inputs], hessians: Tensor) -> Iterator[list[int]]:
+        """Experts that are alike: in their Hessians, and in their weights' shapes and grids."""
+        for batch in alike(hessians):
+            by_kind: dict[object, list[int]] = {}
+            for at in batch:
+                targets = [self._targets[name] for name in experts[at].members]
+                by_kind.setdefault(tuple((target.rows, target.grid) for target in targets), []).append(at)
+            yield from by_kind.values()
+
+    def _solved_together(
+        self, batch: list[int], experts: Sequence[_Inputs], hessians: Tensor
+    ) -> dict[int, list[_Quantized]]:
+        """The experts of a batch that could be solved as one, by their numbers; their weights are put back."""
+        while len(batch) > 1:
+            try:
+                chosen = hessians if len(batch) == len(experts) else hessians[batch]
+                parts = list(self._solve([experts[at] for at in batch], chosen))
+                return dict(zip(batch, map(list, zip(*map(self._put_back, parts), strict=True)), strict=True))
+            except FactorizationError as error:
+                apart = {batch[member] for member in error.members}
+            except (GridError, NonFiniteError):
+                # Whose weight it is, and what is to be done, is said where that one is solved by itself.
+                apart = set(batch)
+            batch = [at for at in batch if at not in apart]
+        return {}
+
+    def _quantize_alone(self, inputs: _Inputs, hessian: Tensor) -> None:
+        """Quantize the targets that share some inputs, telling of each as it is done."""
+        for part in self._solve([inputs], hessian):
+            self._keep(self._put_back(part))
+
+    def _solve(self, inputs: Sequence[_Inputs], hessian: Tensor) -> Iterator[_Part]:
+        """Solve the targets that share some inputs, or those of several such inputs as a batch.
+
+        One factor serves all that are ordered alike.
+
+        Args:
+            inputs: One, or several whose targets are alike.
+            hessian: [columns, columns], or [inputs, columns, columns].
+        """
+        leader = inputs[0].members[0]
+        for width, positions in self._by_width(inputs[0].members, hessian.shape[-1]).items():
+            with _naming(leader):
                 factor = factorize(
-                    inputs.hessian,
+                    hessian,
                     damping=self._config.damping,
                     order=self._config.order,
                     group_width=width,
-                    dtype=torch.promote_types(inputs.hessian.dtype, torch.float32),
+                    dtype=torch.promote_types(hessian.dtype, torch.float32),
                 )
-                rank = effective_rank(factor, inputs.hessian)
-                for name in ordered_alike:
-                    self._quantize_one(self._targets[name], inputs, factor, rank)
-        except (FactorizationError, GridError, NonFiniteError) as error:
-            raise type(error)(f"{name}: {error}") from error
+            ranks = effective_rank(factor, hessian).view(-1).tolist()
+            for position in positions:
+                started = time.perf_counter()
+                targets = [self._targets[of_one.members[position]] for of_one in inputs]
+                weights = [matrix_at(self._parameters, target) for target in targets]
+                weight = weights[0] if hessian.ndim == 2 else torch.stack(weights)
+                kernels = kernels_for(weight.device, weights[0].numel())
+                with _naming(targets[0].name):
+                    whole, solutions = gptq.solve_batch(weight, hessian, factor, targets[0].grid, self._config, kernels)
+                seconds = (time.perf_counter() - started) / len(targets)
+                known = zip(targets, inputs, ranks, solutions, strict=True)
+                yield targets, whole, [_record(*of_one, factor, self._config.damping, seconds) for of_one in known]
 
-    def _by_width(self, members: Sequence[str], columns: int) -> dict[int, list[str]]:
-        """Members by the group width that their column order depends on; one list where it depends on none."""
-        by_width: dict[int, list[str]] = {}
-        for name in members:
+    def _by_width(self, members: Sequence[str], columns: int) -> dict[int, list[int]]:
+        """Positions of members by the group width that their order depends on; one list where it depends on none."""
+        by_width: dict[int, list[int]] = {}
+        for position, name in enumerate(members):
             ordered_by = name if self._config.order == "group" else members[0]
-            by_width.setdefault(self._targets[ordered_by].grid.width(columns), []).append(name)
+            by_width.setdefault(self._targets[ordered_by].grid.width(columns), []).append(position)
         return by_width
 
-    def _quantize_one(self, target: Target, inputs: _Inputs, factor: Factor, rank: int) -> None:
-        started = time.perf_counter()
-        weight = matrix_at(self._parameters, target)
-        kernels = kernels_for(weight.device, weight.numel())
-        solution = gptq.solve(weight, inputs.hessian, factor, target.grid, self._config, kernels)
-        put_back(solution.weight, target, self._parameters)
-        self.quantized[target.name] = solution.weight.to(HOST.device)
-        seconds = time.perf_counter() - started
-        record = _record(target, inputs, factor, rank, solution, self._config.damping, seconds)
-        self.records.append(record)
-        self._on_layer(record)
+    def _put_back(self, part: _Part) -> list[_Quantized]:
+        """Overwrite weights in the model, and have them on the host."""
+        targets, whole, records = part
+        values = whole.dequantize()
+        for target, of_one in zip(targets, values.view(-1, *values.shape[-2:]), strict=True):
+            write_values(of_one, target, self._parameters)
+        return list(zip(whole.to(HOST.device).members(), records, strict=True))
+
+    def _keep(self, solved: Iterable[_Quantized]) -> None:
+        for weight, record in solved:
+            self.quantized[record.name] = weight
+            self.records.append(record)
+            self._on_layer(record)
 
 
-def matrix_at(parameters: Mapping[str, Tensor], target: Target) -> Tensor:
-    """A target as it is in the model, [rows, columns]; a view of its parameter where all of it is in one location."""
-    views = [_rows_at(parameters, location) for location in target.locations]
-    if len(views) == 1:
-        return views[0].detach()
-    matrix = views[0].new_empty(target.rows, target.columns)
-    for location, view in zip(target.locations, views, strict=True):
-        _rows_of(matrix, location).copy_(view.detach())
-    return matrix
-
-
-def put_back(weight: QuantizedWeight, target: Target, parameters: Mapping[str, Tensor]) -> None:
-    """Overwrite a target in the model with the values that its quantized weight stands for."""
-    values = weight.to(parameters[target.locations[0].parameter].device).dequantize()
-    with torch.no_grad():
-        for location in target.locations:
-            _rows_at(parameters, location).copy_(_rows_of(values, location))
-
-
-def _rows_at(parameters: Mapping[str, Tensor], location: Location) -> Tensor:
-    """The rows of one location, as a view of their parameter."""
-    matrix = parameters[location.parameter]
-    if location.stacked:
-        matrix = matrix[location.piece]
-    upright = matrix.T if location.transposed else matrix
-    return upright[location.first_row :: location.row_step][: location.rows]
-
-
-def _rows_of(matrix: Tensor, location: Location) -> Tensor:
-    """The same rows in the target's own matrix."""
-    return matrix[location.to_row :: location.to_step][: location.rows]
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Inside, what fails says whose weight it is."""
+    try:
+        yield
+    except (FactorizationError, GridError, NonFiniteError) as error:
+        error.args = (f"{name}: {error}",)
+        raise
 
 
 def _record(
-    target: Target, inputs: _Inputs, factor: Factor, rank: int, solution: Solution, damping: float, seconds: float
+    target: Target, inputs: _Inputs, rank: int, solution: Solution, factor: Factor, damping: float, seconds: float
 ) -> LayerRecord:
     return LayerRecord(
         name=target.name,
@@ -184,7 +234,7 @@ def _record(
         bits=target.grid.bits,
         group_size=target.grid.group_size,
         tokens=inputs.tokens,
-        shares_hessian_with=inputs.leader,
+        shares_hessian_with=inputs.members[0],
         pooled_share=inputs.pooled_share,
         method="rtn" if solution.fallback_rows == target.rows or not inputs.tokens else "gptq",
         loss=solution.loss,

@@ -1,0 +1,87 @@
+"""Which view of a checkpoint shows the tensors of its model in 16 bit: by how its config says that they are stored."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from hessquant.checkpoint.decoded import DecodedCheckpoint
+from hessquant.checkpoint.dequantized import DequantizedCheckpoint
+from hessquant.checkpoint.header import read_json
+from hessquant.checkpoint.reader import CheckpointReader, WeightSource
+from hessquant.checkpoint.unpacked import UnpackedCheckpoint, quantization_of, refuse_leftovers
+from hessquant.errors import CheckpointError, SourceError
+from hessquant.formats import float8, mxfp4
+from hessquant.formats.stored import Form
+from hessquant.models.probe import probe
+from hessquant.models.source import ModelSource
+
+MODELOPT_FILE = "hf_quant_config.json"
+"""Where ModelOpt says it, in older checkpoints only there."""
+
+_FORMS = float8.read_form, mxfp4.read_form
+
+_OF_MODELOPT = ("F8_E4M3", "U8")
+
+
+def weights_of(reader: CheckpointReader) -> WeightSource | None:
+    """The tensors of a checkpoint as its model has them; None if they are on grids, or stored in no way known here.
+
+    Args:
+        reader: The checkpoint; itself, if nothing in it is quantized.
+
+    Raises:
+        SourceError: If its config says something of it that has no meaning, or parts of weights do not fit each other.
+    """
+    if _description(reader) is None:
+        return reader
+    form = stated_form(reader)
+    return None if form is None else DequantizedCheckpoint(reader, form)
+
+
+def stated_form(reader: CheckpointReader) -> Form | None:
+    """The form that a checkpoint's config says its weights are in; None if it says nothing, or speaks of grids.
+
+    Raises:
+        SourceError: If it says something that has no meaning.
+    """
+    described = _description(reader)
+    try:
+        forms = (read_form(described) for read_form in _FORMS if described is not None)
+        return next((form for form in forms if form is not None), None)
+    except SourceError as error:
+        raise SourceError(f"{reader.directory}: {error}") from error
+
+
+def requantized(
+    source: ModelSource, reader: CheckpointReader, inputs: Mapping[str, Tensor] | None = None
+) -> WeightSource:
+    """The tensors of a checkpoint in one of the dialects, decoded as its model has them.
+
+    Args:
+        source: The model, which is run without weights to see how it has them.
+        reader: Its checkpoint.
+        inputs: Of its forward pass, for a model that takes more than text.
+
+    Raises:
+        SourceError: If it is in no dialect that can be decoded, or parts of weights do not fit each other.
+        PlanError: If the model's forward pass fails.
+    """
+    try:
+        unpacked = UnpackedCheckpoint(reader)
+    except CheckpointError as error:
+        raise SourceError(f"{reader.directory}: {error}; fetch it again") from error
+    refuse_leftovers(unpacked)
+    return DecodedCheckpoint(unpacked, probe(source, unpacked.tensors, inputs=inputs).products)
+
+
+def _description(reader: CheckpointReader) -> Mapping[str, Any] | None:
+    """What is said of a checkpoint's quantization; a file of ModelOpt's counts where there are such tensors."""
+    described, file = quantization_of(reader.config), reader.directory / MODELOPT_FILE
+    packed = any(info.dtype in _OF_MODELOPT for info in reader.tensors.values())
+    if described is not None or not packed or not file.is_file():
+        return described
+    said = read_json(file).get("quantization")
+    if not isinstance(said, dict):
+        raise SourceError(f"{file} says nothing of quantization")
+    return {"quant_method": "modelopt", **said}
