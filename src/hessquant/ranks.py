@@ -6,22 +6,55 @@ reduction of the backend's own promises no order.
 """
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hessquant.errors import HessquantError
+from hessquant.errors import PeerError
+from hessquant.peers import Peers, Store, remember
 from hessquant.place import HOST
 
 _Value = TypeVar("_Value")
 
 _PIECE_BYTES = 64 << 20
 """Of a sum, this much at once is beside it: what others sent, and what is sent to them."""
+
+
+@dataclass
+class Spent:
+    """What the processes' exchanges took this one.
+
+    Attributes:
+        seconds: In exchanges, most of them waiting for others; what an accelerator does meanwhile is not in it.
+    """
+
+    seconds: float = 0.0
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Inside, this process exchanges something with others.
+
+        Raises:
+            PeerError: If that fails.
+        """
+        started = time.perf_counter()
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise PeerError(f"another process of the run cannot be reached: {reason}") from error
+        finally:
+            self.seconds += time.perf_counter() - started
 
 
 @dataclass(frozen=True)
@@ -33,10 +66,12 @@ class Ranks:
     Attributes:
         rank: Number of this process.
         count: How many there are.
+        spent: What exchanges took so far.
     """
 
     rank: int = 0
     count: int = 1
+    spent: Spent = field(default_factory=Spent, compare=False, repr=False)
 
     @property
     def is_first(self) -> bool:
@@ -66,9 +101,10 @@ class Ranks:
             # Each process sums a slice of the piece, and gives it to all.
             mine = torch.empty(len(piece) // self.count, dtype=piece.dtype, device=piece.device)
             received = torch.empty_like(piece)
-            dist.all_to_all_single(received, piece)
-            _add_in_order(received.view(self.count, -1), mine)
-            dist.all_gather_into_tensor(piece, mine)
+            with self.spent.exchanging():
+                dist.all_to_all_single(received, piece)
+                _add_in_order(received.view(self.count, -1), mine)
+                dist.all_gather(list(piece.view(self.count, -1)), mine)
 
     def sum_at(self, owner: int, total: Tensor) -> None:
         """The same, in one process only; in the others the matrix stays as it is.
@@ -79,7 +115,8 @@ class Ranks:
         """
         for piece in self._pieces(total, write=self.rank == owner):
             received = piece.new_empty(self.count, len(piece)) if self.rank == owner else None
-            dist.gather(piece, None if received is None else list(received), dst=owner)
+            with self.spent.exchanging():
+                dist.gather(piece, None if received is None else list(received), dst=owner)
             if received is not None:
                 _add_in_order(received, piece)
 
@@ -110,8 +147,9 @@ class Ranks:
         padded[: len(part)] = part
         # As bytes, since a backend need not know a dtype that is only to be carried.
         sent = padded.view(most, -1).view(torch.uint8)
-        received = sent.new_empty(self.count * most, sent.shape[1])
-        dist.all_gather_into_tensor(received, sent)
+        received = sent.new_empty(self.count, *sent.shape)
+        with self.spent.exchanging():
+            dist.all_gather(list(received), sent)
         whole = received.view(part.dtype).view(self.count, most, *part.shape[1:])
         parts = [self.part_of(length, rank) for rank in range(self.count)]
         return torch.cat([whole[rank, : each.stop - each.start] for rank, each in enumerate(parts)])
@@ -120,33 +158,17 @@ class Ranks:
         """What one process has, in all of them."""
         told = [value]
         if self.count > 1:
-            dist.broadcast_object_list(told, src=by)
+            with self.spent.exchanging():
+                dist.broadcast_object_list(told, src=by)
         return told[0]
 
     def tell_all(self, value: _Value) -> list[_Value]:
         """What every process has, by rank."""
         told: list[Any] = [value] * self.count
         if self.count > 1:
-            dist.all_gather_object(told, value)
+            with self.spent.exchanging():
+                dist.all_gather_object(told, value)
         return told
-
-    @contextmanager
-    def agreeing(self) -> Iterator[None]:
-        """All leave this block, or all raise the error of the first process that could not.
-
-        Raises:
-            HessquantError: Its own, or that of another with its rank ahead.
-        """
-        own: HessquantError | None = None
-        try:
-            yield
-        except HessquantError as error:
-            own = error
-        errors = self.tell_all(None if own is None else (type(own), str(own)))
-        for rank, error in enumerate(errors):
-            if error is not None:
-                kind, message = error
-                raise own if own is not None and rank == self.rank else kind(f"rank {rank}: {message}")
 
 
 ALONE = Ranks()
@@ -161,18 +183,52 @@ def _add_in_order(addends: Tensor, total: Tensor) -> None:
 
 
 @contextmanager
-def joined(device: torch.device) -> Iterator[Ranks]:
+def joined() -> Iterator[Ranks]:
     """Inside, the processes that torchrun started together are one run; a process by itself is alone.
 
-    Args:
-        device: Where this process computes, which decides how tensors there are carried.
+    Where one of them fails inside, all end: see `hessquant.peers`. A process group that is there already is used.
+
+    Raises:
+        PeerError: If another one has failed.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield ALONE
         return
-    kinds = dict.fromkeys((HOST.device.type, device.type))
-    dist.init_process_group(",".join(f"{kind}:{dist.get_default_backend_for_device(kind)}" for kind in kinds))
+    own = not dist.is_initialized()
+    if own:
+        accelerator = torch.accelerator.current_accelerator(check_available=True) or HOST.device
+        kinds = dict.fromkeys((HOST.device.type, accelerator.type))
+        by_kind = {kind: dist.get_default_backend_for_device(kind) for kind in kinds}
+        backends = ",".join(f"{kind}:{backend}" for kind, backend in by_kind.items()) if len(kinds) > 1 else None
+        # Who has failed is found by `peers`; who works for days, as the first while it writes, has not.
+        dist.init_process_group(backends, timeout=timedelta(days=365))
+    ranks = Ranks(dist.get_rank(), dist.get_world_size())
+    peers = Peers(_store(), ranks.rank, ranks.count)
+    remember(peers)
     try:
-        yield Ranks(dist.get_rank(), dist.get_world_size())
-    finally:
+        yield ranks
+        # None leaves before all have ceased to miss it.
+        ranks.tell_all(None)
+        peers.end()
+        ranks.tell_all(None)
+    except BaseException as error:
+        failure = peers.fail(error)
+        if failure.rank != ranks.rank and not isinstance(error, KeyboardInterrupt):
+            raise PeerError(str(failure)) from error
+        raise
+    if own:
         dist.destroy_process_group()
+
+
+_JOINED = count()
+
+
+def _store() -> Store:
+    """A connection of its own to the store where torchrun's processes meet, which never waits for another's use."""
+    # Not in every build of torch.
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=20))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"hessquant/{attempt}/{next(_JOINED)}", store)

@@ -17,6 +17,7 @@ from hessquant.capture.segments import Segment, segments_of
 from hessquant.capture.stops import stops_of
 from hessquant.config import Config
 from hessquant.core.grid import QuantizedWeight
+from hessquant.errors import DeviceMemoryError
 from hessquant.models.library import reason
 from hessquant.models.stream import StreamedModel
 from hessquant.place import give_back
@@ -64,23 +65,27 @@ def quantize_segments(
 ) -> Outcome:
     """Quantize every target, segment by segment; each finished segment goes to the run store.
 
-    Where the device has too little memory, what is not finished is done again with less of the batches at once.
+    Where the device has too little memory, what is not finished is done again with less of the batches at once; not so
+    where several processes would have to agree on it.
+
+    Several processes call this together, each with its own part of the model's memory: windows are divided, then rows
+    or experts; the first alone stores.
 
     Args:
         streamed: The model.
         plan: What to quantize.
         batches: Calibration inputs.
         config: Settings of the run.
-        store: Holds the segments that are finished already, if any.
+        store: Holds the segments that are finished already, if any, and knows the run's processes.
         progress: Told of every stage and every weight.
         warm: Reads tensors of the checkpoint and keeps nothing, until it is told to stop.
 
     Raises:
         FailedError: If a segment cannot be run, solved or kept, or the device cannot hold a single window of one.
     """
-    way = first_way(plan, [batch.at(streamed.place) for batch in batches], config, streamed.place)
+    way = first_way(plan, batches, config, streamed.place, store.ranks)
     segments: Sequence[Segment[Any]] = segments_of(streamed, plan, plan.targets)
-    kept = [store.read(segment.index) for segment in segments]
+    kept = store.kept(segments)
     resumed = len(kept) - kept.count(None)
     retreats: list[str] = []
     while True:
@@ -93,9 +98,14 @@ def quantize_segments(
             why = reason(error)
         # Here, and not where it was caught: by now nothing holds on to what it was about.
         give_back(streamed.place.device)
+        if store.ranks.count > 1:
+            raise DeviceMemoryError(
+                f"{streamed.place.device} ran out of memory ({why}), and several processes do not go on with less by "
+                "themselves; take --capture passes, shorter windows, or more processes"
+            )
         way, sentence = way.holding_less(f"{streamed.place.device} ran out of memory ({why})")
         retreats.append(sentence)
-        kept = [store.read(segment.index) for segment in segments]
+        kept = store.kept(segments)
     outputs = sum(segment.has_outputs for segment in segments)
     weights = store.weights(segments)
     return Outcome(records, weights, way.capture, forwards / outputs, resumed, mapped, tuple(retreats))
@@ -159,12 +169,14 @@ class _Run:
         run = run_once if self.way.capture == "once" and segment.has_outputs else run_in_passes
         with self.streamed.in_memory(segment.keys) as parameters:
             self.overlap.read_ahead(self.streamed.tensors_of(following))
-            collector = Collector(stops, parameters, every_expert=self.config.experts == "all")
-            solver = TargetSolver(segment.targets, parameters, self.config, self.announce)
+            ranks = self.store.ranks
+            collector = Collector(stops, parameters, every_expert=self.config.experts == "all", ranks=ranks)
+            solver = TargetSolver(segment.targets, parameters, self.config, self.announce, ranks)
             with collector.noting_calls(segment.module, segment.name):
                 forwards = run(segment, batches, collector, solver.quantize)
         block = FinishedBlock(tuple(solver.records), forwards)
-        self.overlap.store(partial(self.store.write, segment.index, solver.quantized, block))
+        if ranks.is_first:
+            self.overlap.store(partial(self.store.write, segment.index, solver.quantized, block))
         return block
 
     @torch.no_grad()
