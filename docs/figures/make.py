@@ -282,6 +282,7 @@ ROOMS = {
     "formats": ("packing, and its description", "9"),
     "kernels": ("inner loops", "7"),
     "core": ("the mathematics", "7"),
+    "ranks": ("processes of one run", "6 7"),
     "place": ("device, dtype", ""),
     "results": ("what came of a stage", ""),
     "config": ("settings", ""),
@@ -290,6 +291,7 @@ ROOMS = {
     "files": ("that appear whole", ""),
     "memory": ("what there is of it", ""),
     "interrupts": ("signals", ""),
+    "peers": ("which of them has failed", ""),
     "errors": ("one tree of them", ""),
 }
 

@@ -19,6 +19,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 import hessquant
+from hessquant import peers
 from hessquant.config import Config
 from hessquant.errors import HessquantError, RefusedError
 from hessquant.interrupts import INTERRUPTED, Interrupted, Interrupts
@@ -65,16 +66,18 @@ def run(arguments: list[str], interrupts: Interrupts) -> int:
         return code
     if interrupts.told():
         return interrupts.code
-    message = interrupts.describe()
-    return _give_up("KeyboardInterrupt", message, interrupts.code, message)
+    return _give_up(*interrupts.ending())
 
 
 def _give_up_over(error: BaseException) -> int:
     """Tell of an error; its exit code."""
+    if _interrupts().elsewhere() is not None:
+        return _give_up(*_interrupts().ending())
     say, message, code = "", str(error), _FAILED
     match error:
         case _UsageError():
-            error.show()
+            if _interrupts().speaks():
+                error.show()
             message, code = error.format_message(), _REFUSED
         case HessquantError():
             code = error.exit_code
@@ -161,6 +164,7 @@ def quantize(
 ) -> int:
     """Quantize MODEL and write the checkpoint and its report to OUT."""
     kept = run_dir or out.with_name(f"{out.name}.run")
+    _interrupts().speaks, _interrupts().elsewhere = peers.speaks, peers.failure
     _interrupts().describe = lambda: _how_to_go_on(kept, out)
     with _work() as tables, _shown_on(tables, config) as progress:
         report = hessquant.pipeline.quantize(
@@ -172,6 +176,8 @@ def quantize(
             keep_run=keep_run,
             progress=progress,
         )
+    if not peers.speaks():
+        return _DONE
     _show(report, render_run(report, out))
     if strict and report.degraded:
         _say(f"degraded, and --strict was asked for: {len(report.degraded)} things, first: {report.degraded[0]}")
@@ -285,6 +291,8 @@ def _say_unknown(planned: Plan, config: Config) -> None:
 
 
 def _give_up(kind: str, message: str, code: int, say: str) -> int:
+    if not _interrupts().speaks():
+        return code
     if say:
         _say(say)
     if not _interrupts().reported:

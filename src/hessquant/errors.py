@@ -94,6 +94,10 @@ class DeviceMemoryError(FailedError):
     """An accelerator has too little memory, however little is held at once."""
 
 
+class PeerError(FailedError):
+    """Another process of the run has ended, or cannot be reached."""
+
+
 class CaptureError(FailedError):
     """The forward pass did not go as the plan said it would."""
 

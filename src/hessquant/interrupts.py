@@ -28,8 +28,12 @@ if TYPE_CHECKING:
     from types import FrameType, TracebackType
     from typing import Any, NoReturn
 
+    from hessquant.peers import Failure
+
 INTERRUPTED: int = 128 + signal.SIGINT
 PATIENCE_SECONDS = 1.4
+
+_REFUSED = 2  # RefusedError.exit_code, which takes an import
 
 _IMPORTING = "<frozen importlib"
 _COMPILING = ("numba", "llvmlite")
@@ -51,6 +55,8 @@ class Interrupts:
         describe: What to say of an interruption.
         error_json: Makes the object that `--json` prints of it, from the exception's name, the message and the code.
         reported: Whether standard output has its object already.
+        speaks: Whether this process says what has become of a run; one of several processes does.
+        elsewhere: What failed in another process, of which the signal is only the echo.
 
     Args:
         owns_process: Whether the process is there for this command, so that ending it is right. Where it is another
@@ -63,6 +69,8 @@ class Interrupts:
         self.describe: Callable[[], str] = lambda: "interrupted"
         self.error_json: Callable[[str, str, int], str] = _error_json
         self.reported = not as_json
+        self.speaks: Callable[[], bool] = lambda: True
+        self.elsewhere: Callable[[], Failure | None] = lambda: None
         self._owns_process = owns_process
         self._works = False
         self._leaving = _thread.allocate_lock()
@@ -120,19 +128,32 @@ class Interrupts:
                     self.number = self.number or number
                     self._leave()
 
+    def ending(self) -> "tuple[str, str, int, str]":
+        """Exception's name, message, exit code, and what to say of it."""
+        failure = self.elsewhere()
+        if failure is None:
+            message = self.describe()
+            return "KeyboardInterrupt", message, self.code, message
+        word = "refused" if failure.code == _REFUSED else "failed"
+        return failure.kind, str(failure), failure.code, f"{word}: {failure}"
+
     def _leave(self) -> "NoReturn":
         """End the process now, from any thread; says why, unless that is being said or nobody reads it."""
+        kind, message, code, say = "KeyboardInterrupt", "interrupted", self.code, "interrupted"
         if self._leaving.acquire(blocking=False):
+            speaks = True
             try:
-                message = self.describe()
+                kind, message, code, say = self.ending()
+                speaks = self.speaks()
             except Exception:
                 message = "interrupted"
             if os.isatty(_STDERR):
                 _write(_STDERR, _SHOW_CURSOR)  # a progress bar hides it
-            _write(_STDERR, f"hessquant: {message}\n")
-            if not self.reported:
-                _write(_STDOUT, f"{self.error_json('KeyboardInterrupt', message, self.code)}\n")
-        os._exit(self.code)
+            if speaks:
+                _write(_STDERR, f"hessquant: {say}\n")
+            if speaks and not self.reported:
+                _write(_STDOUT, f"{self.error_json(kind, message, code)}\n")
+        os._exit(code)
 
     def told(self) -> bool:
         """Whether an interruption is being told of already; from now on it counts as told."""

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import psutil
 
+from hessquant.peers import processes_here
+
 try:
     import resource
 except ImportError:
@@ -24,9 +26,10 @@ MAPPED_FROM = 8 << 20
 def total_memory() -> int:
     """Bytes that this process could ever have: the machine's memory, or what a container's limit leaves of it.
 
-    What others use at the moment does not count, so that plans do not depend on it.
+    Processes of one run have an even part each. What others use at the moment does not count, so that plans do not
+    depend on it.
     """
-    return min([int(psutil.virtual_memory().total), *_cgroup_limits()])
+    return min([int(psutil.virtual_memory().total), *_cgroup_limits()]) // processes_here()
 
 
 def peak_memory() -> int:

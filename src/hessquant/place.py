@@ -4,6 +4,7 @@ Whoever creates tensors takes a `Place`; whoever computes follows its inputs. Wh
 wherever it runs: sums and factors are float32 or float64 (`hessquant.core`), the files' dtypes are the formats' own.
 """
 
+import os
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -11,6 +12,7 @@ from importlib.util import find_spec
 import torch
 
 from hessquant.errors import PlanError
+from hessquant.peers import processes_here
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,11 @@ def find_device(asked: str) -> torch.device:
 
     Args:
         asked: "auto", an accelerator if torch has one that will do and the CPU otherwise; or a device as torch names
-            it, with its number or without: "cpu", "cuda", "cuda:1", "xpu".
+            it, with its number or without: "cpu", "cuda", "cuda:1", "xpu". Without one, each process of a run on this
+            machine has its own.
 
     Raises:
-        PlanError: If there is no such device, or none that a run can be on.
+        PlanError: If there is no such device, or none that a run can be on, or not one for each process of a run.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if asked == "auto":
@@ -71,6 +74,8 @@ def find_device(asked: str) -> torch.device:
         raise PlanError(f"device {asked}: torch sees none on this machine; here there are {known}")
     if device.type in _WITHOUT_FLOAT64:
         raise PlanError(f"device {asked} has no float64, which Hessians are factored in; take cpu")
+    if device.index is not None and processes_here() > 1:
+        raise PlanError(f"device {asked} is one, and {processes_here()} processes run here; leave out the number")
     count = torch.accelerator.device_count()
     if (device.index or 0) >= count:
         raise PlanError(f"device {asked}: this machine has {count} of them, numbered from 0")
@@ -78,7 +83,19 @@ def find_device(asked: str) -> torch.device:
 
 
 def _numbered(device: torch.device) -> torch.device:
-    return torch.device(device.type, torch.accelerator.current_device_index() if device.index is None else device.index)
+    if device.index is not None:
+        return device
+    if processes_here() == 1:
+        return torch.device(device.type, torch.accelerator.current_device_index())
+    own, count = int(os.environ.get("LOCAL_RANK", "0")), torch.accelerator.device_count()
+    if own >= count:
+        raise PlanError(
+            f"device {device.type}: this machine has {count} of them for {processes_here()} processes; start no more "
+            "than that, or take --device cpu"
+        )
+    # What libraries put where the current device is, such as an exchange's buffers, is there as well.
+    torch.accelerator.set_device_index(own)
+    return torch.device(device.type, own)
 
 
 def device_name(device: torch.device) -> str:

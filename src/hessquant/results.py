@@ -135,6 +135,25 @@ class LayerRecord:
 
 
 @dataclass(frozen=True)
+class ProcessRecord:
+    """What a run took one of its processes, as far as the last block; the first goes on to write.
+
+    Attributes:
+        rank: Its number.
+        seconds: Wall time.
+        cpu_seconds: CPU time.
+        exchange_seconds: Wall time in exchanges with the others, most of it waiting for them.
+        peak_memory_bytes: Largest resident set.
+    """
+
+    rank: int
+    seconds: float
+    cpu_seconds: float
+    exchange_seconds: float
+    peak_memory_bytes: int
+
+
+@dataclass(frozen=True)
 class RunReport:
     """The whole truth about one run; `hessquant-report.json` is this record.
 
@@ -159,6 +178,7 @@ class RunReport:
         environment: Versions of what the numbers can depend on, and the thread count.
         retreats: A sentence each time that the device was too small for how batches were run; the result is none the
             worse.
+        processes: One record per process, where there were several; the other figures are then the first one's.
     """
 
     version: str
@@ -179,6 +199,7 @@ class RunReport:
     verified_tensors: int
     environment: Mapping[str, str] = field(default_factory=dict)
     retreats: tuple[str, ...] = ()
+    processes: tuple[ProcessRecord, ...] = ()
 
 
 @dataclass(frozen=True)

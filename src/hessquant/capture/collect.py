@@ -9,6 +9,7 @@ import torch
 from greenlet import getcurrent
 from torch import Tensor, nn
 
+from hessquant.capture.across import seen_by_all
 from hessquant.capture.prelude import Tokens
 from hessquant.capture.segments import B, Segment
 from hessquant.capture.stops import InputGroup, Key, Stop
@@ -17,6 +18,7 @@ from hessquant.core.hessian import HessianAccumulator, HessianStatistics, first_
 from hessquant.errors import CaptureError, NonFiniteError
 from hessquant.models.experts import through_every_expert
 from hessquant.models.watch import Product, Watch
+from hessquant.ranks import ALONE, Ranks
 
 QuantizeStop = Callable[[Stop, dict[str, HessianStatistics]], None]
 """Quantizes a stop's members in place, given the statistics of each group's inputs by its leader. They are given up: a
@@ -34,12 +36,18 @@ class Collector:
         stops: The stops.
         parameters: The segment's parameters by name; what is multiplied with them is seen.
         every_expert: Whether experts see every token while inputs are collected, and not only those routed to them.
+        ranks: The processes that collect, each from batches of its own.
     """
 
     def __init__(
-        self, stops: tuple[Stop, ...], parameters: Mapping[str, Tensor], *, every_expert: bool = False
+        self,
+        stops: tuple[Stop, ...],
+        parameters: Mapping[str, Tensor],
+        *,
+        every_expert: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.stops = stops
+        self.stops, self._ranks = stops, ranks
         self._parameters = parameters
         self.quantized: set[str] = set()
         self._every_expert = every_expert
@@ -137,6 +145,8 @@ class Collector:
     def take(self, stop: Stop) -> dict[str, HessianStatistics]:
         """Give up a stop's statistics by the leader of each group, and count it as quantized.
 
+        Several processes call this together; what each has then is `across.seen_by_all`.
+
         Raises:
             CaptureError: If no batch has reached it.
             NonFiniteError: If an input was NaN or Inf; names the weight, the window and the channel.
@@ -150,6 +160,7 @@ class Collector:
             self._added.pop(leader, None)
             if statistics is not None:
                 reached[leader] = statistics
+        reached = seen_by_all(stop, reached, self._parameters, self._ranks)
         if not stop.may_be_skipped and (not reached or (len(reached) < len(leaders) and not stop.module)):
             raise CaptureError(f"no calibration token reached {stop.leader}; the forward pass did not go as planned")
         self.quantized.add(stop.leader)

@@ -72,6 +72,24 @@ class Solution:
     tiny_groups: int
 
 
+@dataclass(frozen=True)
+class SolvedRows:
+    """Rows of a weight, solved; of a batch with a dimension more in front.
+
+    Attributes:
+        weight: Codes, scales and zeros.
+        swept: Scales, evened out, and zeros that the sweep had, also of rows that fell back.
+        figures: float64 [4, ..., rows]: of each row its loss, round-to-nearest's and the energy of its output, all
+            three by the unit, and whether it fell back.
+        unit: `WorkingHessian.unit`.
+    """
+
+    weight: QuantizedWeight
+    swept: Grid
+    figures: Tensor
+    unit: float
+
+
 def solve(
     weight: Tensor, hessian: Tensor, factor: Factor, spec: GridSpec, config: Config, kernels: Kernels
 ) -> Solution:
@@ -101,10 +119,35 @@ def solve_batch(
         NonFiniteError: If a weight is NaN or Inf; the message names its row and column. Or if the losses overflow.
         GridError: If the group size does not divide the columns, or a scale overflows its dtype.
     """
+    weight = checked(weight)
+    return concluded(weight, solve_rows(weight, hessian, factor, spec, config, kernels), factor)
+
+
+def checked(weight: Tensor) -> Tensor:
+    """A weight in the dtype that it is solved in.
+
+    Raises:
+        NonFiniteError: If it holds NaN or Inf; the message names row and column.
+    """
     place = first_non_finite(weight)
     if place is not None:
         raise NonFiniteError(f"weight at row {place[-2]}, column {place[-1]} is {float(weight[place])}", place)
-    weight = weight if weight.dtype == torch.float64 else weight.float()
+    return weight if weight.dtype == torch.float64 else weight.float()
+
+
+def solve_rows(
+    weight: Tensor, hessian: Tensor, factor: Factor, spec: GridSpec, config: Config, kernels: Kernels
+) -> SolvedRows:
+    """Quantize rows, of which none depends on another: all of a weight's, or some.
+
+    Args:
+        weight: `checked`, [..., rows, columns].
+        hessian: As the others, as `solve_batch` takes it.
+        factor: Likewise.
+        spec: Likewise.
+        config: Likewise.
+        kernels: Likewise.
+    """
     working = WorkingHessian.of(hessian, weight.dtype)
     swept = _swept(weight, working, factor, spec, config, kernels)
     swept_loss = loss_per_row(weight - swept.dequantize(weight.dtype), working)
@@ -114,17 +157,30 @@ def solve_batch(
     # With clamping the sweep can lose; "not better" also covers a row that overflowed.
     worse = ~(swept_loss <= nearest_loss)
     per_row = (torch.where(worse, nearest_loss, swept_loss), nearest_loss, loss_per_row(weight, working), worse)
+    figures = torch.stack([of.double() for of in per_row])
+    return SolvedRows(_take_rows(swept, nearest, worse), evened(swept), figures, working.unit)
+
+
+def concluded(weight: Tensor, rows: SolvedRows, factor: Factor) -> tuple[QuantizedWeight, list[Solution]]:
+    """What `solve_batch` gives, of all rows of its weights.
+
+    Args:
+        weight: All rows, `checked`.
+        rows: All of them, solved.
+        factor: What they were solved with.
+
+    Raises:
+        NonFiniteError: If the losses overflow.
+    """
     # Read at once: each reading waits for all that was asked of an accelerator before.
-    even = evened(swept)
-    expected = expected_sweep_loss(even, factor), order_free_floor(even, factor)
-    sums = [of.double().sum(-1) for of in per_row]
-    told = torch.stack([*sums, *expected, *(of.double() for of in count_degenerate(weight, spec))])
+    expected = expected_sweep_loss(rows.swept, factor), order_free_floor(rows.swept, factor)
+    sums = [of.sum(-1) for of in rows.figures]
+    told = torch.stack([*sums, *expected, *(of.double() for of in count_degenerate(weight, rows.swept.spec))])
     numbers = told.view(len(told), -1).T.tolist()
     for loss, *_ in numbers:
         if not math.isfinite(loss):
             raise NonFiniteError(f"the loss is {loss}: weights of up to {float(weight.abs().max()):.3g} overflow")
-    whole = _take_rows(swept, nearest, worse)
-    return whole, [_solution(*of_one, working.unit) for of_one in zip(whole.members(), numbers, strict=True)]
+    return rows.weight, [_solution(*of_one, rows.unit) for of_one in zip(rows.weight.members(), numbers, strict=True)]
 
 
 def _solution(weight: QuantizedWeight, numbers: list[float], unit: float) -> Solution:

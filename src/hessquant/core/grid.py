@@ -104,6 +104,12 @@ class QuantizedWeight:
         grid = Grid(self.grid.spec, self.grid.scales.to(device), self.grid.zeros.to(device))
         return QuantizedWeight(self.codes.to(device), grid)
 
+    def alone(self) -> "QuantizedWeight":
+        """The same in memory of its own, which holds nothing else."""
+        return QuantizedWeight(
+            self.codes.clone(), Grid(self.grid.spec, self.grid.scales.clone(), self.grid.zeros.clone())
+        )
+
     def members(self) -> Iterator["QuantizedWeight"]:
         """Views of each of the weights that these are, where all have a dimension more in front; else of this one."""
         parts = (part.view(-1, *part.shape[-2:]) for part in (self.codes, self.grid.scales, self.grid.zeros))

@@ -4,16 +4,19 @@ import json
 import platform
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
 
 from hessquant import __version__
+from hessquant.calibration.calibration import Calibration
 from hessquant.checkpoint.audit import ScaleCheck, audit
 from hessquant.checkpoint.output import RUN_MARK, QuantizedModel, holding, refuse_output
+from hessquant.checkpoint.reader import WeightSource
 from hessquant.checkpoint.sidecars import refuse_sidecars
 from hessquant.config import Config
 from hessquant.files import held_bytes
@@ -23,9 +26,10 @@ from hessquant.models.stream import StreamedModel
 from hessquant.pipeline.planning import planned
 from hessquant.pipeline.publishing import REPORTS, digest, draft_of, is_complete, report_in, write_verified
 from hessquant.planning.size import tokens_per_batch
+from hessquant.ranks import Ranks, joined
 from hessquant.records import Plan
 from hessquant.report.degraded import degradations, text_degradations
-from hessquant.results import SILENT, CalibrationRecord, Progress, RunReport
+from hessquant.results import SILENT, CalibrationRecord, ProcessRecord, Progress, RunReport
 from hessquant.run.loop import Outcome, quantize_segments
 from hessquant.run.store import RunStore
 
@@ -51,6 +55,9 @@ def quantize(
 ) -> RunReport:
     """Quantize a model into a checkpoint directory.
 
+    Processes that torchrun has started do it together: each calls this, and has the report (docs/scaling.md). What is
+    asked for is the same in all, and `out` and the run directory are on a disk that all of them share.
+
     Finished blocks are kept in the run directory. When a run was interrupted, the same call goes on where it was; when
     `out` is its finished result already, the call only gives its report.
 
@@ -73,32 +80,74 @@ def quantize(
         RefusedError: Before any work, if the job cannot be done as asked.
         FailedError: If it fails on the way; `out` then holds no config.json and does not pass for a checkpoint.
     """
-    config, out, progress = config or Config(), Path(out), progress or SILENT
+    config, out = config or Config(), Path(out)
+    kept_in = Path(run_dir) if run_dir else out.with_name(f"{out.name}.run")
     clocks = time.perf_counter(), time.process_time()
     map_large_blocks()
-    with planned(model, config, calibration) as (source, reader, inputs, plan):
+    with joined() as ranks, planned(model, config, calibration) as (source, reader, inputs, plan):
         config = replace(config, window_length=plan.window_length)  # so that the default is the same run as its value
-        progress.plan(plan)
-        _refuse_occupied(out, source)
-        kept_in = Path(run_dir) if run_dir else out.with_name(f"{out.name}.run")
-        with RunStore(kept_in, keep=keep_run) as store, holding(out):
-            finished = report_in(out) if is_complete(out) else None
-            batches = inputs.batches(tokens_per_batch(source.place))
-            streamed = StreamedModel(source, reader.tensors, reader.decode)
-            scales = ScaleCheck(plan.targets, reader.tensors, config)
-            identity = _identity(plan, config, inputs.record, audit(reader, progress, scales))
-            store.begin({name: value for name, value in identity.items() if name not in _OF_THE_OUTPUT})
-            run = digest(identity)
-            if finished is not None and finished.run == run:
+        job = _Job(source, reader, inputs, plan, config, progress if progress and ranks.is_first else SILENT)
+        job.progress.plan(plan)
+        if ranks.is_first:
+            _refuse_occupied(out, source)
+        with RunStore(kept_in, keep=keep_run, ranks=ranks) as store, holding(out) if ranks.is_first else nullcontext():
+            return job.done(out, store, clocks)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is done, and on what: known once it is planned."""
+
+    source: ModelSource
+    reader: WeightSource
+    inputs: Calibration
+    plan: Plan
+    config: Config
+    progress: Progress
+
+    def done(self, out: Path, store: RunStore, clocks: tuple[float, float]) -> RunReport:
+        """Do what is not done yet; all processes have the report."""
+        reader, plan, config, ranks = self.reader, self.plan, self.config, store.ranks
+        finished = report_in(out) if ranks.is_first and is_complete(out) else None
+        batches = self.inputs.batches(tokens_per_batch(self.source.place))
+        streamed = StreamedModel(self.source, reader.tensors, reader.decode)
+        scales = ScaleCheck(plan.targets, reader.tensors, config)
+        # Of several processes the first alone looks at all weights, and alone writes: a disk is read once.
+        looked_at = ranks.tell(audit(reader, self.progress, scales) if ranks.is_first else "")
+        identity = _identity(plan, config, self.inputs.record, looked_at)
+        store.begin({name: value for name, value in identity.items() if name not in _OF_THE_OUTPUT})
+        run = digest(identity)
+        finished = ranks.tell(finished if finished is not None and finished.run == run else None)
+        if finished is not None:
+            if ranks.is_first:
                 (out / RUN_MARK).unlink(missing_ok=True)
-                return finished
+            return finished
+        if ranks.is_first:
             _refuse_no_room(out, run, plan, config, store)
-            outcome = quantize_segments(streamed, plan, batches, config, store, progress, reader.warm)
-            result = QuantizedModel(reader, plan, outcome.weights, config, config, REPORTS, __version__)
-            written = write_verified(out, draft_of(out, result), run, progress)
-            report = _report(run, plan, config, inputs.record, outcome, written.verified, clocks)
-            written.complete(report)
-    return report
+        outcome = quantize_segments(streamed, plan, batches, config, store, self.progress, reader.warm)
+        spent = _spent(ranks, clocks)
+        report = self._written(out, run, outcome, spent, clocks) if ranks.is_first else None
+        return ranks.tell(cast(RunReport, report))
+
+    def _written(
+        self, out: Path, run: str, outcome: Outcome, processes: tuple[ProcessRecord, ...], clocks: tuple[float, float]
+    ) -> RunReport:
+        """Write what was solved, and say what came of it."""
+        result = QuantizedModel(self.reader, self.plan, outcome.weights, self.config, self.config, REPORTS, __version__)
+        written = write_verified(out, draft_of(out, result), run, self.progress)
+        report = _report(run, self.plan, self.config, self.inputs.record, outcome, written.verified, clocks)
+        report = replace(report, processes=processes)
+        written.complete(report)
+        return report
+
+
+def _spent(ranks: Ranks, clocks: tuple[float, float]) -> tuple[ProcessRecord, ...]:
+    """What the loop took each process of several; nothing of one alone, of which the report tells."""
+    if ranks.count == 1:
+        return ()
+    seconds, cpu_seconds = time.perf_counter() - clocks[0], time.process_time() - clocks[1]
+    own = ProcessRecord(ranks.rank, seconds, cpu_seconds, ranks.spent.seconds, peak_memory())
+    return tuple(ranks.tell_all(own))
 
 
 def _refuse_occupied(out: Path, source: ModelSource) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -17,6 +17,7 @@ from hessquant.capture.segments import Segment, segments_of
 from hessquant.capture.stops import stops_of
 from hessquant.config import Config
 from hessquant.core.grid import QuantizedWeight
+from hessquant.errors import DeviceMemoryError
 from hessquant.models.library import reason
 from hessquant.models.stream import StreamedModel
 from hessquant.place import give_back
@@ -65,25 +66,29 @@ def quantize_segments(
 ) -> Outcome:
     """Quantize every target, segment by segment; each finished segment goes to the run store.
 
-    Where the device has too little memory, what is not finished is done again with less of the batches at once.
+    Where the device has too little memory, what is not finished is done again with less of the batches at once; not so
+    where several processes would have to agree on it.
+
+    Several processes call this together, each with its own part of the model's memory: windows are divided, then rows
+    or experts; the first alone stores.
 
     Args:
         streamed: The model.
         plan: What to quantize.
         batches: Calibration inputs.
         config: Settings of the run.
-        store: Holds the segments that are finished already, if any.
+        store: Holds the segments that are finished already, if any, and knows the run's processes.
         progress: Told of every stage and every weight.
         warm: Reads tensors of the checkpoint and keeps nothing, until it is told to stop.
 
     Raises:
         FailedError: If a segment cannot be run, solved or kept, or the device cannot hold a single window of one.
     """
-    way = first_way(plan, [batch.at(streamed.place) for batch in batches], config, streamed.place)
+    way = first_way(plan, batches, config, streamed.place, store.ranks)
     segments: Sequence[Segment[Any]] = segments_of(streamed, plan, [each for each in plan.targets if each.built])
     parts = unbuilt_parts(plan.targets)
     pieces: Sequence[Kept] = (*segments, *parts)
-    kept = [store.read(piece.index) for piece in pieces]
+    kept = store.kept(pieces)
     resumed = len(kept) - kept.count(None)
     retreats: list[str] = []
     while True:
@@ -97,9 +102,14 @@ def quantize_segments(
             why = reason(error)
         # Here, and not where it was caught: by now nothing holds on to what it was about.
         give_back(streamed.place.device)
+        if store.ranks.count > 1:
+            raise DeviceMemoryError(
+                f"{streamed.place.device} ran out of memory ({why}), and several processes do not go on with less by "
+                "themselves; take --capture passes, shorter windows, or more processes"
+            )
         way, sentence = way.holding_less(f"{streamed.place.device} ran out of memory ({why})")
         retreats.append(sentence)
-        kept = [store.read(piece.index) for piece in pieces]
+        kept = store.kept(pieces)
     outputs = sum(segment.has_outputs for segment in segments)
     weights = store.weights(pieces)
     return Outcome(records, weights, way.capture, forwards / outputs, resumed, mapped, tuple(retreats))
@@ -164,12 +174,14 @@ class _Run:
         run = run_once if self.way.capture == "once" and segment.has_outputs else run_in_passes
         with self.streamed.in_memory(segment.keys) as parameters:
             self.overlap.read_ahead(self.streamed.tensors_of(following))
-            collector = Collector(stops, parameters, every_expert=self.config.experts == "all")
-            solver = TargetSolver(segment.targets, parameters, self.config, self.announce)
+            ranks = self.store.ranks
+            collector = Collector(stops, parameters, every_expert=self.config.experts == "all", ranks=ranks)
+            solver = TargetSolver(segment.targets, parameters, self.config, self.announce, ranks)
             with collector.noting_calls(segment.module, segment.name):
                 forwards = run(segment, batches, collector, solver.quantize)
         block = FinishedBlock(tuple(solver.records), forwards)
-        self.overlap.store(partial(self.store.write, segment.index, solver.quantized, block))
+        if ranks.is_first:
+            self.overlap.store(partial(self.store.write, segment.index, solver.quantized, block))
         return block
 
     def go_through_unbuilt(
@@ -179,10 +191,12 @@ class _Run:
         records: list[LayerRecord] = []
         for part, finished in zip(parts, kept, strict=True):
             if finished is None:
-                read, device = self.streamed.read, self.streamed.place.device
-                weights, told = quantize_unbuilt(part, read, device, self.config, self.overlap, self.announce)
-                finished = FinishedBlock(told, 0)
-                self.overlap.store(partial(self.store.write, part.index, weights, finished))
+                if self.store.ranks.is_first:
+                    read, device = self.streamed.read, self.streamed.place.device
+                    weights, told = quantize_unbuilt(part, read, device, self.config, self.overlap, self.announce)
+                    finished = FinishedBlock(told, 0)
+                    self.overlap.store(partial(self.store.write, part.index, weights, finished))
+                finished = self.store.ranks.tell(cast(FinishedBlock, finished))
             else:
                 self.announce(*finished.records)
             records.extend(finished.records)

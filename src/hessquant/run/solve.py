@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -15,7 +15,6 @@ from hessquant.core import gptq
 from hessquant.core.batch import alike
 from hessquant.core.experts import pooled, shrink
 from hessquant.core.factor import Factor, effective_rank, factorize
-from hessquant.core.gptq import Solution
 from hessquant.core.grid import QuantizedWeight, with_global_scale
 from hessquant.core.hessian import HessianStatistics, hessian
 from hessquant.errors import FactorizationError, GridError, NonFiniteError
@@ -23,9 +22,11 @@ from hessquant.formats.fused import fused_with
 from hessquant.kernels.dispatch import kernels_for
 from hessquant.place import HOST, Place
 from hessquant.planning.work import at_once
+from hessquant.ranks import ALONE, Ranks
 from hessquant.records import GridSpec, Target
 from hessquant.results import LayerRecord
-from hessquant.run.weights import matrix_at, write_values
+from hessquant.run.dividing import solve_divided
+from hessquant.run.weights import matrix_at, put_back, write_values
 
 _Quantized = tuple[QuantizedWeight, LayerRecord]
 """A weight on the host, and what is told of it."""
@@ -53,7 +54,8 @@ class TargetSolver:
     """Quantizes the targets of a segment, one stop at a time, and puts the quantized values into the model.
 
     Attributes:
-        quantized: Quantized weights by target name, in the order of the stops' members; on the host.
+        quantized: Quantized weights by target name, in the order of the stops' members; on the host, of the first
+            process, which stores them.
         records: One record per quantized weight, in the same order.
 
     Args:
@@ -61,6 +63,7 @@ class TargetSolver:
         parameters: The model's parameters by name; those that hold the targets are overwritten.
         config: Settings.
         on_layer: Told of every weight.
+        ranks: The processes that solve together; of a weight each has some rows, of experts each has some.
     """
 
     def __init__(
@@ -69,9 +72,10 @@ class TargetSolver:
         parameters: Mapping[str, Tensor],
         config: Config,
         on_layer: Callable[[LayerRecord], None],
+        ranks: Ranks = ALONE,
     ) -> None:
         self._targets = {target.name: target for target in targets}
-        self._parameters, self._config, self._on_layer = parameters, config, on_layer
+        self._parameters, self._config, self._on_layer, self._ranks = parameters, config, on_layer, ranks
         self._fused, self._largest = fused_with(self._targets), dict[str, float]()
         self.quantized: dict[str, QuantizedWeight] = {}
         self.records: list[LayerRecord] = []
@@ -82,6 +86,7 @@ class TargetSolver:
         Args:
             stop: What to quantize.
             statistics: Of each group's inputs, by its leader; of an expert that no token was routed to there are none.
+                Sums of experts are those of this process's tokens (`capture.across`).
                 They are given up: each is taken out, and its sum let go, once the mean Hessian is made of it.
 
         Raises:
@@ -91,12 +96,14 @@ class TargetSolver:
         """
         if stop.module or not statistics:
             self._quantize_experts([group.members for group in stop.groups], statistics)
-            return
-        (group,) = stop.groups
-        seen = statistics.pop(group.leader)
-        mean, inputs = hessian(seen), _Inputs(group.members, seen.token_count)
-        del seen
-        self._quantize_alone(inputs, mean)
+        else:
+            (group,) = stop.groups
+            seen = statistics.pop(group.leader)
+            mean, inputs = hessian(seen), _Inputs(group.members, seen.token_count)
+            del seen
+            self._quantize_alone(inputs, mean, self._ranks)
+        if not self._ranks.is_first:
+            self.quantized.clear()
 
     def quantize_unseen(self, target: Target) -> None:
         """Quantize a target of whose inputs nothing is known: with the identity as Hessian, as `core.experts` does.
@@ -108,7 +115,7 @@ class TargetSolver:
         parameter = self._parameters[target.locations[0].parameter]
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         identity = torch.eye(target.columns, dtype=dtype, device=parameter.device)
-        self._quantize_alone(_Inputs((target.name,), 0), identity)
+        self._quantize_alone(_Inputs((target.name,), 0), identity, ALONE)
 
     def _quantize_experts(self, groups: Sequence[tuple[str, ...]], statistics: dict[str, HessianStatistics]) -> None:
         stacks: dict[str, list[tuple[str, ...]]] = {}
@@ -118,11 +125,48 @@ class TargetSolver:
             first = self._targets[of_one_stack[0][0]]
             parameter = self._parameters[first.locations[0].parameter]
             reached = (statistics[leader] for leader, *_ in of_one_stack if leader in statistics)
-            common = hessian(pooled(tuple(reached), first.columns, parameter))
+            common = hessian(self._summed(pooled(tuple(reached), first.columns, parameter)))
             place = Place(parameter.device, parameter.dtype)
             together = min(at_once(self._targets[name], self._config, place) for name in chain(*of_one_stack))
-            for start in range(0, len(of_one_stack), together):
-                self._quantize_piece(of_one_stack[start : start + together], statistics, common)
+            own, before = self._taken(of_one_stack, statistics), len(self.records)
+            for start in range(0, len(own), together):
+                self._quantize_piece(own[start : start + together], statistics, common)
+            if self._ranks.count > 1:
+                self._exchange(of_one_stack, self.records[before:])
+
+    def _summed(self, pool: HessianStatistics) -> HessianStatistics:
+        """All experts' statistics, of the tokens of all processes."""
+        if self._ranks.count == 1:
+            return pool
+        # Of one expert alone, it is that expert's.
+        total = pool.sum.clone()
+        self._ranks.sum(total)
+        return replace(pool, sum=total)
+
+    def _taken(
+        self, groups: Sequence[tuple[str, ...]], statistics: dict[str, HessianStatistics]
+    ) -> Sequence[tuple[str, ...]]:
+        """The experts that this process solves; their statistics are those of all processes' tokens, the others go."""
+        for owner in range(self._ranks.count):
+            for leader, *_ in groups[self._ranks.part_of(len(groups), owner)]:
+                if leader in statistics:
+                    self._ranks.sum_at(owner, statistics[leader].sum)
+                    if owner != self._ranks.rank:
+                        del statistics[leader]
+        return self._ranks.share(groups)
+
+    def _exchange(self, groups: Sequence[tuple[str, ...]], solved: Sequence[LayerRecord]) -> None:
+        """Have the experts that the others have solved, and give them those that were solved here."""
+        records = {record.name: record for record in solved}
+        for owner in range(self._ranks.count):
+            for members in groups[self._ranks.part_of(len(groups), owner)]:
+                mine = [name for name in records if name in members]
+                told = self._ranks.tell([(self.quantized[name].alone(), records[name]) for name in mine], by=owner)
+                if owner == self._ranks.rank:
+                    continue
+                for weight, record in told:
+                    put_back(weight, self._targets[record.name], self._parameters)
+                self._keep(told)
 
     def _quantize_piece(
         self, groups: Sequence[tuple[str, ...]], statistics: dict[str, HessianStatistics], common: Tensor
@@ -140,7 +184,7 @@ class TargetSolver:
             if at in solved:
                 self._keep(solved.pop(at))
             else:
-                self._quantize_alone(inputs, hessians[at])
+                self._quantize_alone(inputs, hessians[at], ALONE)
 
     def _batches(self, experts: Sequence[_Inputs], hessians: Tensor) -> Iterator[list[int]]:
         """Experts that are alike: in their Hessians, and in their weights' shapes and grids."""
@@ -158,7 +202,7 @@ class TargetSolver:
         while len(batch) > 1:
             try:
                 chosen = hessians if len(batch) == len(experts) else hessians[batch]
-                parts = list(self._solve([experts[at] for at in batch], chosen))
+                parts = list(self._solve([experts[at] for at in batch], chosen, ALONE))
                 return dict(zip(batch, map(list, zip(*map(self._put_back, parts), strict=True)), strict=True))
             except FactorizationError as error:
                 apart = {batch[member] for member in error.members}
@@ -168,12 +212,12 @@ class TargetSolver:
             batch = [at for at in batch if at not in apart]
         return {}
 
-    def _quantize_alone(self, inputs: _Inputs, hessian: Tensor) -> None:
+    def _quantize_alone(self, inputs: _Inputs, hessian: Tensor, ranks: Ranks) -> None:
         """Quantize the targets that share some inputs, telling of each as it is done."""
-        for part in self._solve([inputs], hessian):
+        for part in self._solve([inputs], hessian, ranks):
             self._keep(self._put_back(part))
 
-    def _solve(self, inputs: Sequence[_Inputs], hessian: Tensor) -> Iterator[_Part]:
+    def _solve(self, inputs: Sequence[_Inputs], hessian: Tensor, ranks: Ranks) -> Iterator[_Part]:
         """Solve the targets that share some inputs, or those of several such inputs as a batch.
 
         One factor serves all that are ordered alike.
@@ -181,6 +225,7 @@ class TargetSolver:
         Args:
             inputs: One, or several whose targets are alike.
             hessian: [columns, columns], or [inputs, columns, columns].
+            ranks: The processes that solve them together.
         """
         leader = inputs[0].members[0]
         for width, positions in self._by_width(inputs[0].members, hessian.shape[-1]).items():
@@ -192,7 +237,7 @@ class TargetSolver:
                     group_width=width,
                     dtype=torch.promote_types(hessian.dtype, torch.float32),
                 )
-            ranks = effective_rank(factor, hessian).view(-1).tolist()
+            effective = effective_rank(factor, hessian).view(-1).tolist()
             for position in positions:
                 started = time.perf_counter()
                 targets = [self._targets[of_one.members[position]] for of_one in inputs]
@@ -200,9 +245,9 @@ class TargetSolver:
                 weight = weights[0] if hessian.ndim == 2 else torch.stack(weights)
                 grid, kernels = self._grid(targets[0]), kernels_for(weight.device, weights[0].numel())
                 with _naming(targets[0].name):
-                    whole, solutions = gptq.solve_batch(weight, hessian, factor, grid, self._config, kernels)
+                    whole, solutions = solve_divided(weight, hessian, factor, grid, self._config, kernels, ranks)
                 seconds = (time.perf_counter() - started) / len(targets)
-                known = zip(targets, inputs, ranks, solutions, strict=True)
+                known = zip(targets, inputs, effective, solutions, strict=True)
                 yield targets, whole, [_record(*of_one, factor, self._config.damping, seconds) for of_one in known]
 
     def _by_width(self, members: Sequence[str], columns: int) -> dict[int, list[int]]:
@@ -253,7 +298,7 @@ def _naming(name: str) -> Iterator[None]:
 
 
 def _record(
-    target: Target, inputs: _Inputs, rank: int, solution: Solution, factor: Factor, damping: float, seconds: float
+    target: Target, inputs: _Inputs, rank: int, solution: gptq.Solution, factor: Factor, damping: float, seconds: float
 ) -> LayerRecord:
     return LayerRecord(
         name=target.name,

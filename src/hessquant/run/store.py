@@ -25,6 +25,7 @@ from torch import Tensor
 from hessquant.core.grid import Grid, QuantizedWeight
 from hessquant.errors import CheckpointError, RunError
 from hessquant.files import HeldFile, replacing
+from hessquant.ranks import ALONE, Ranks
 from hessquant.records import Target
 from hessquant.results import LayerRecord
 from hessquant.run.files import (
@@ -71,19 +72,28 @@ class Kept(Protocol):
 class RunStore:
     """One run's directory, held by this process until it is closed.
 
+    Of several processes of the run the first holds it and writes to it; the others read what is finished.
+
     Attributes:
         directory: Where it is.
+        ranks: The processes.
 
     Args:
         directory: Absent, empty, or of a run.
         keep: Leave the finished blocks there when the run has ended well.
+        ranks: The processes of the run.
 
     Raises:
         RunError: If another process works there, or the directory is not a run's.
     """
 
-    def __init__(self, directory: Path, *, keep: bool) -> None:
-        self.directory, self._keep = directory, keep
+    def __init__(self, directory: Path, *, keep: bool, ranks: Ranks = ALONE) -> None:
+        self.directory, self.ranks, self._keep = directory, ranks, keep
+        self._lock: HeldFile | None = None
+        if ranks.is_first:
+            self._take(directory)
+
+    def _take(self, directory: Path) -> None:
         try:
             held = foreign(directory)
             if held is not None:
@@ -108,8 +118,25 @@ class RunStore:
             identity: What the finished blocks depend on, by name.
 
         Raises:
-            RunError: If the directory belongs to a run that differs; names what differs.
+            RunError: If the directory belongs to a run that differs, or a process does from the first; names what
+                differs. Or if that process does not see the directory.
         """
+        if self.ranks.is_first:
+            self._begin(identity)
+        of_first = self.ranks.tell(dict(identity))
+        differing = [f"{name} ({of_first[name]} there, {value} here)" for name, value in identity.items()]
+        differing = [said for said, name in zip(differing, identity, strict=True) if of_first[name] != identity[name]]
+        if differing:
+            raise RunError(
+                f"this process would make another run than rank 0, with another {', '.join(differing)}; give all "
+                "processes the same model, text, versions and kind of device"
+            )
+        if not self.ranks.is_first and read_json(self.directory / RUN_FILE) != of_first:
+            raise RunError(
+                f"{self.directory} is not the run directory of rank 0; name a --run-dir that all processes share"
+            )
+
+    def _begin(self, identity: Mapping[str, str]) -> None:
         path = self.directory / RUN_FILE
         if path.exists():
             there = read_json(path) or {}
@@ -163,6 +190,10 @@ class RunStore:
             return None
         return FinishedBlock(tuple(LayerRecord(**record) for record in described["records"]), described["forwards"])
 
+    def kept(self, blocks: Iterable[Kept]) -> list[FinishedBlock | None]:
+        """What the first process finds finished of each block, in all of them; None for what is not."""
+        return self.ranks.tell([self.read(each.index) for each in blocks] if self.ranks.is_first else [])
+
     def weights(self, finished: Iterable[Kept]) -> "StoredWeights":
         """The weights of finished blocks, read as they are asked for."""
         return StoredWeights(
@@ -180,6 +211,8 @@ class RunStore:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Let go of the directory; what was kept in it goes when the run has ended well, or before its first block."""
+        if self._lock is None:
+            return
         remove = not self._keep if error is None else self._is_new and not self.finished_blocks()
         # What cannot be removed is only in the way; it must not fail a run that is complete, or hide its error.
         with suppress(OSError):

@@ -9,6 +9,7 @@ from hessquant.config import Config
 from hessquant.errors import DeviceMemoryError
 from hessquant.place import Place
 from hessquant.planning.size import choose_capture
+from hessquant.ranks import ALONE, Ranks
 from hessquant.records import Plan
 
 
@@ -18,7 +19,7 @@ class Way:
 
     Attributes:
         capture: Whether a segment is run once, with all batches suspended in it, or in several passes.
-        batches: Inputs of the model, where it runs.
+        batches: Inputs of the model that fall to this process, where it runs.
     """
 
     capture: Literal["once", "passes"]
@@ -50,8 +51,20 @@ class Way:
         return Way("passes", halves), f"{why}: batches were of {largest} windows or fewer from then on"
 
 
-def first_way(plan: Plan, batches: Sequence[Batch], config: Config, place: Place) -> Way:
-    """The way that the plan counted on."""
-    tokens = sum(batch.tokens for batch in batches)
+def first_way(plan: Plan, batches: Sequence[Batch], config: Config, place: Place, ranks: Ranks = ALONE) -> Way:
+    """The way that the plan counted on, with the batches that fall to this process, where the model runs.
+
+    Args:
+        plan: What is quantized.
+        batches: Of all windows.
+        config: Settings.
+        place: Where the model runs.
+        ranks: The processes that share them. Where there are fewer batches than processes, they are halved.
+    """
+    while len(batches) < ranks.count and any(len(batch.windows) > 1 for batch in batches):
+        batches = [half for batch in batches for half in batch.halves()]
+    shares = [batches[ranks.part_of(len(batches), rank)] for rank in range(ranks.count)]
+    tokens = max(sum(batch.tokens for batch in share) for share in shares)
     inside = [target for target in plan.targets if target.block < len(plan.blocks)]
-    return Way(choose_capture(plan.hidden_size, inside, tokens, config, place), batches)
+    capture = choose_capture(plan.hidden_size, inside, tokens, config, place)
+    return Way(capture, [batch.at(place) for batch in ranks.share(batches)])
