@@ -122,6 +122,7 @@ def test_a_record_tells_what_was_solved():
         "zero_groups": 0,
         "tiny_groups": 0,
         "effective_rank": effective_rank(factor, mean),
+        "built": True,
     }
 
 

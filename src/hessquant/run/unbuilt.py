@@ -63,7 +63,7 @@ def quantize_unbuilt(
     together = list(dict.fromkeys(tuple(fused.get(name, [name])) for name in by_name))
     for names, following in zip_longest(together, together[1:], fillvalue=()):
         overlap.read_ahead(following)
-        weights = {name: read(name).to(device, torch.float32) for name in names}
+        weights = {name: read(name).to(device).float() for name in names}
         solver = TargetSolver([by_name[name] for name in names], weights, config, announce)
         for name in names:
             solver.quantize_unseen(by_name[name])
