@@ -157,6 +157,8 @@ def test_a_client_that_reads_no_floats_is_refused_with_a_format_that_it_reads(so
         "vllm-gpu": "yes",
         "transformers": "yes",
         "sglang": "yes",
+        "tensorrt-llm": "unknown",
+        "mlx-lm": "no",
         "llama.cpp": "no",
     }
 

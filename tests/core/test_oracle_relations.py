@@ -94,7 +94,9 @@ def obq_from_scratch(weight, hessian, grid, rule, outliers_first):
     codes, columns, hessian = torch.zeros(weight.shape, dtype=torch.uint8), weight.shape[1], damped(hessian, 0.01)
     for row, original in enumerate(weight):
         one = Grid(grid.spec, grid.scales[[row]], grid.zeros[[row]])
-        steps = grid.scales[row].double().repeat_interleave(grid.spec.width(columns))
+        # The widest step of E2M1 is between 4 and 6.
+        widest = 2.0 if grid.spec.is_float else 1.0
+        steps = widest * grid.scales[row].double().repeat_interleave(grid.spec.width(columns))
         free, value = list(range(columns)), original.clone()
         while free:
             fixed = [column for column in range(columns) if column not in free]
