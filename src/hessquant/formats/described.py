@@ -158,8 +158,7 @@ def _with_moved(names: Iterable[str]) -> tuple[str, ...]:
 def _left_alone(plan: Plan) -> Iterator[DescribedModule]:
     """What stays in 16 bit and is, or is made of, matrices; embeddings are looked up, which no reader mistakes."""
     modules = {module_of(target.name) for target in plan.targets}
-    owners = modules | {module.rpartition(".")[0] for module in modules}
-    owners |= {owner.rpartition(".")[0] for owner in owners}
+    owners = modules | {module[: dot.start()] for module in modules for dot in re.finditer(r"\.", module)}
     for tensor in plan.untouched:
         if len(tensor.shape) < 2 or tensor.reason.startswith("embedding"):
             continue
