@@ -1,7 +1,6 @@
 """The formats of 4-bit floats: their bytes, their config, and what is wrong with others'."""
 
 import dataclasses
-import importlib.util
 import json
 
 import numpy as np
@@ -21,9 +20,6 @@ from hessquant.formats.dialect import layout_of
 from hessquant.records import GridSpec
 
 NAMES = sorted(FLOAT_GRIDS)
-needs_its_own = pytest.mark.skipif(
-    importlib.util.find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed"
-)
 
 
 def random_weight(name, rows, columns, seed=0, size=1.0):
@@ -104,7 +100,6 @@ def test_what_is_packed_is_what_was_solved_by_the_definition_and_by_our_decoder(
     assert held == DIALECTS[name].packed_bytes(*shape, FLOAT_GRIDS[name])
 
 
-@needs_its_own
 @pytest.mark.parametrize("name", NAMES)
 def test_compressed_tensors_packs_the_same_values_to_the_same_bytes_and_decodes_them(name):
     from compressed_tensors.compressors.base import BaseCompressor

@@ -76,6 +76,7 @@ def test_a_run_report_survives_the_round_trip_to_the_last_bit(run_report):
             "layers": tuple(layer_from(layer) for layer in loaded["layers"]),
             "degraded": tuple(loaded["degraded"]),
             "retreats": tuple(loaded["retreats"]),
+            "processes": tuple(loaded["processes"]),
         }
     )
     assert back == run_report
