@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PYTHON ?= python3
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check mutation bench gpu coverage acceptance acceptance-of clean
+.PHONY: demo test check mutation bench gpu coverage distributed acceptance acceptance-of clean
 
 # A bare `torch` from PyPI brings gigabytes of CUDA; this one is the CPU build where an index offers it.
 $(STAMP): pyproject.toml
@@ -50,6 +50,10 @@ gpu:
 # Every model family of transformers, about ten minutes; docs/architectures.md is written anew.
 coverage: $(STAMP)
 	$(BIN)/python tests/architectures/cover.py
+
+# Runs of 1 to 4 processes, killed and troubled anywhere: some twenty minutes.
+distributed: $(STAMP)
+	$(BIN)/pytest tests/distributed/endurance.py
 
 # Half an hour, and the first time as long again for the clients' environments. What was run before is not run again:
 # `make acceptance AGAIN=--again` after a change. The tables of docs/servers.md are written anew.

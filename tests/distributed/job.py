@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from hessquant import cli
+from hessquant import cli, files
 from hessquant.capture.collect import Collector
 from hessquant.checkpoint.writer import SafetensorsDraft
 from hessquant.core import gptq
@@ -27,7 +27,7 @@ POINTS = {
     "sum": (Ranks, "sum"),
     "expert": (Ranks, "sum_at"),
     "begin": (RunStore, "begin"),
-    "store": (RunStore, "write"),
+    "store": (files, "fsync_directory"),
     "write": (SafetensorsDraft, "write"),
 }
 
