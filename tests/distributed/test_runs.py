@@ -1,9 +1,12 @@
 """Whole runs of two processes: the same result, the same bytes, and an end of all with one message."""
 
 import json
+import shutil
 import sys
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from tests.distributed.harness import (
     COMMAND,
     CONFIGS,
@@ -71,6 +74,32 @@ def test_two_processes_give_the_codes_of_one(kind, together, alone):
     assert all(0 < each.exchange_seconds < each.seconds for each in ours.processes)
     assert all(each.peak_memory_bytes > 0 for each in ours.processes)
     assert theirs.processes == ()
+
+
+def test_a_global_scale_is_that_of_the_whole_of_a_fused_set(models, tmp_path):
+    model, text, out = tmp_path / "model", models["mixture"].parent / "text.txt", tmp_path / "out"
+    shutil.copytree(models["mixture"], model)
+    weights = load_file(model / "model.safetensors")
+    # A last row and a last expert fall to the second process.
+    weights["model.layers.0.self_attn.k_proj.weight"][-1, 5] = 2.0
+    weights["model.layers.0.mlp.experts.4.up_proj.weight"][-1, 5] = 2.0
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    windows = ("--num-windows", "8", "--window-length", "64")
+    ended = torchrun(2, JOB, "quantize", model, out, "--format", "nvfp4", "--calibration", text, *windows)
+    assert (ended.code, ended.ours) == (0, []), ended.said
+    config = hessquant.Config(format="nvfp4", num_windows=8, window_length=64)
+    hessquant.quantize(str(model), tmp_path / "alone", config, calibration=str(text))
+    ours, theirs = (load_file(each / "model.safetensors") for each in (out, tmp_path / "alone"))
+    assert ours.keys() == theirs.keys()
+    stored = [name for name in ours if name.endswith(("weight_packed", "weight_scale"))]
+    differing = {name: int((ours[name].view(torch.uint8) != theirs[name].view(torch.uint8)).sum()) for name in stored}
+    assert sum(differing.values()) <= 1e-3 * sum(ours[name].numel() for name in stored), differing
+    scales = {name: float(ours[name]) for name in ours if name.endswith("weight_global_scale")}
+    assert scales == {name: float(theirs[name]) for name in scales}
+    layer = "model.layers.0"
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.experts.4.gate_proj", "mlp.experts.4.up_proj"):
+        assert scales[f"{layer}.{name}.weight_global_scale"] == 256
+    assert scales[f"{layer}.mlp.experts.3.gate_proj.weight_global_scale"] > 256
 
 
 def command(models, out):
