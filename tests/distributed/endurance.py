@@ -4,9 +4,22 @@ Named so that pytest finds it only where it is asked for.
 """
 
 import json
+import shutil
+import subprocess
 
 import pytest
-from tests.distributed.harness import COMMAND, CONFIGS, JOB, codes_that_differ, make_model, settings, torchrun, written
+from tests.distributed.harness import (
+    COMMAND,
+    CONFIGS,
+    JOB,
+    MACHINE,
+    codes_that_differ,
+    make_model,
+    on_two_machines,
+    settings,
+    torchrun,
+    written,
+)
 
 import hessquant
 from hessquant.run.files import count_finished
@@ -89,3 +102,33 @@ def test_one_that_is_interrupted_ends_all(models, tmp_path):
     assert ended.code == 1
     (line,) = ended.ours
     assert line.startswith("hessquant: interrupted;")
+
+
+def can_unshare():
+    return (
+        shutil.which("unshare") is not None
+        and not subprocess.run([*MACHINE, "true"], stderr=subprocess.DEVNULL, check=False).returncode
+    )
+
+
+@pytest.mark.skipif(not can_unshare(), reason="namespaces")
+@pytest.mark.parametrize(
+    ("fault", "left", "says"),
+    [
+        ("1:sum:7:kill", 0, "rank 1: it ended without a word"),
+        ("1:sum:7:freeze", 0, "rank 1: it ended without a word"),
+        ("0:sum:7:orphan", 1, "rank 0: the store of its machine cannot be reached"),
+    ],
+)
+def test_a_machine_that_is_lost_ends_the_others(fault, left, says, models, alone, tmp_path):
+    out, model = tmp_path / "out", models["mixture"]
+    ended = on_two_machines(JOB, *command(model, out), folder=tmp_path, fault=fault, left=left)
+    assert ended.code == 1
+    (line,) = ended.ours
+    assert line.startswith(f"hessquant: failed: {says}")
+    assert ended.codes == {3}
+    kept = count_finished(tmp_path / "out.run")
+    ended = torchrun(1, JOB, *command(model, out))
+    assert (ended.code, ended.ours) == (0, []), ended.said
+    assert json.loads(ended.printed)["resumed_blocks"] == kept
+    assert codes_that_differ(out, alone["mixture"]) <= 1e-3

@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -18,6 +19,10 @@ import hessquant
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = Path(__file__).with_name("job.py")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+MACHINE = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc")
+"""Begins a command that sees no process ids but its own, and ends all of them when it is killed."""
+
 MIXTURE = {"moe_intermediate_size": 32, "num_experts": 5, "num_experts_per_tok": 2, "head_dim": 16}
 CONFIGS = {"dense": LlamaConfig(**TINY), "mixture": Qwen3MoeConfig(**TINY, **MIXTURE)}
 TEXT = " ".join(f"w{word * word % 89 + word % 7}" for word in range(512))
@@ -57,13 +62,50 @@ def torchrun(count, program, *arguments, fault="", timeout=300):
     Args:
         fault: RANK:POINT:NUMBER:KIND, as `job.py` takes it.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}", "--standalone"]
-    path = f"{ROOT}{os.pathsep}{ROOT / 'src'}"
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HESSQUANT_FAULT": fault}
-    done = subprocess.run(
-        [*command, str(program), *map(str, arguments)], env=env, capture_output=True, text=True, timeout=timeout
-    )
+    command = [*TORCHRUN, f"--nproc-per-node={count}", "--standalone", str(program), *map(str, arguments)]
+    done = subprocess.run(command, env=environment(fault), capture_output=True, text=True, timeout=timeout)
     return Ended(done.returncode, done.stderr, done.stdout)
+
+
+def environment(fault):
+    path = f"{ROOT}{os.pathsep}{ROOT / 'src'}"
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HESSQUANT_FAULT": fault}
+
+
+def on_two_machines(program, *arguments, folder, fault, left, timeout=300):
+    """Run a file of this folder in a process on each of two machines, as far as process ids tell those apart.
+
+    Args:
+        folder: Where output goes.
+        fault: As `torchrun` takes it.
+        left: The machine that is waited for; what is there of the other one by then is killed.
+    """
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    common = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=localhost", f"--master-port={port}"]
+    started, outputs = [], []
+    for machine in (0, 1):
+        # With a shell as the first process, so that torchrun is one that can be killed.
+        command = [*MACHINE, "sh", "-c", '"$@"; exit $?', "sh", *TORCHRUN, *common, f"--node-rank={machine}"]
+        output = [(folder / f"{machine}.{stream}").open("w+") for stream in ("err", "out")]
+        outputs.append(output)
+        started.append(
+            subprocess.Popen(
+                [*command, str(program), *map(str, arguments)],
+                env=environment(fault), stderr=output[0], stdout=output[1],
+            )
+        )  # fmt: skip
+    try:
+        code = started[left].wait(timeout)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    said, printed = (Path(stream.name).read_text() for stream in outputs[left])
+    for stream in (stream for output in outputs for stream in output):
+        stream.close()
+    return Ended(code, said, printed)
 
 
 def written(out):

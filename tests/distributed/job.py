@@ -1,7 +1,8 @@
 """One process of a run under torchrun. The environment may say that one of them is to come to grief somewhere.
 
 HESSQUANT_FAULT is RANK:POINT:NUMBER:KIND: at the so-manieth time that the process comes to a point, it is killed, or
-raises what that kind of trouble raises. Arguments: those of the command line; or `each` and triples MODEL OUT TOKENS.
+frozen, or its torchrun is killed, or it raises what that kind of trouble raises. Arguments: those of the command line;
+or `each` and triples MODEL OUT TOKENS.
 """
 
 import errno
@@ -35,6 +36,11 @@ POINTS = {
 def come_to_grief(kind):
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "freeze":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if kind == "orphan":  # torchrun holds the store where the processes meet
+        os.kill(os.getppid(), signal.SIGKILL)
+        return
     if kind == "interrupt":
         os.kill(os.getpid(), signal.SIGTERM)
         return
