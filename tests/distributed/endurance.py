@@ -24,7 +24,7 @@ from tests.distributed.harness import (
 import hessquant
 from hessquant.run.files import count_finished
 
-PLACES = ["begin:1", "collect:2", "tell:3", "sum:1", "solve:2", "gather:4", "expert:1", "solve:9", "sum:7", "tell:30"]
+PLACES = ["begin:1", "collect:2", "tell:3", "sum:1", "solve:2", "gather:4", "expert:1", "solve:9", "sum:7", "tell:20"]
 """From before the first block to the midst of the second; a rank that does not come there ends with the run."""
 
 
