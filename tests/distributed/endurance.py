@@ -9,12 +9,11 @@ import subprocess
 
 import pytest
 from tests.distributed.harness import (
-    COMMAND,
     CONFIGS,
     JOB,
     MACHINE,
     codes_that_differ,
-    make_model,
+    command,
     on_two_machines,
     settings,
     torchrun,
@@ -26,16 +25,6 @@ from hessquant.run.files import count_finished
 
 PLACES = ["begin:1", "collect:2", "tell:3", "sum:1", "solve:2", "gather:4", "expert:1", "solve:9", "sum:7", "tell:20"]
 """From before the first block to the midst of the second; a rank that does not come there ends with the run."""
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    return {kind: make_model(kind, folder / kind) for kind in CONFIGS}
-
-
-def command(model, out):
-    return ("quantize", model, out, "--calibration", model.parent / "text.txt", *COMMAND)
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import re
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,11 @@ MIXTURE = {"moe_intermediate_size": 32, "num_experts": 5, "num_experts_per_tok":
 CONFIGS = {"dense": LlamaConfig(**TINY), "mixture": Qwen3MoeConfig(**TINY, **MIXTURE)}
 TEXT = " ".join(f"w{word * word % 89 + word % 7}" for word in range(512))
 COMMAND = ("--group-size", "32", "--num-windows", "8", "--window-length", "64", "--json")
+
+
+def command(model, out):
+    """Arguments that quantize a model of `make_model`."""
+    return ("quantize", model, out, "--calibration", model.parent / "text.txt", *COMMAND)
 
 
 @dataclass(frozen=True)
@@ -84,28 +90,21 @@ def on_two_machines(program, *arguments, folder, fault, left, timeout=300):
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     common = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=localhost", f"--master-port={port}"]
-    started, outputs = [], []
-    for machine in (0, 1):
-        # With a shell as the first process, so that torchrun is one that can be killed.
-        command = [*MACHINE, "sh", "-c", '"$@"; exit $?', "sh", *TORCHRUN, *common, f"--node-rank={machine}"]
-        output = [(folder / f"{machine}.{stream}").open("w+") for stream in ("err", "out")]
-        outputs.append(output)
-        started.append(
-            subprocess.Popen(
-                [*command, str(program), *map(str, arguments)],
-                env=environment(fault), stderr=output[0], stdout=output[1],
-            )
-        )  # fmt: skip
-    try:
-        code = started[left].wait(timeout)
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    said, printed = (Path(stream.name).read_text() for stream in outputs[left])
-    for stream in (stream for output in outputs for stream in output):
-        stream.close()
-    return Ended(code, said, printed)
+    with ExitStack() as opened:
+        started = []
+        for machine in (0, 1):
+            # With a shell as the first process, so that torchrun is one that can be killed.
+            words = [*MACHINE, "sh", "-c", '"$@"; exit $?', "sh", *TORCHRUN, *common, f"--node-rank={machine}"]
+            said, printed = (opened.enter_context((folder / f"{machine}.{kind}").open("w")) for kind in ("err", "out"))
+            words += [str(program), *map(str, arguments)]
+            started.append(subprocess.Popen(words, env=environment(fault), stderr=said, stdout=printed))
+        try:
+            code = started[left].wait(timeout)
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+    return Ended(code, *((folder / f"{left}.{kind}").read_text() for kind in ("err", "out")))
 
 
 def written(out):

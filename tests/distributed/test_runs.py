@@ -8,11 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.distributed.harness import (
-    COMMAND,
     CONFIGS,
     JOB,
     codes_that_differ,
-    make_model,
+    command,
     settings,
     torchrun,
     written,
@@ -24,12 +23,6 @@ from hessquant.pipeline.publishing import report_in
 from hessquant.run.files import count_finished
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, signals and /proc")
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    return {kind: make_model(kind, folder / kind) for kind in CONFIGS}
 
 
 @pytest.fixture(scope="module")
@@ -102,13 +95,8 @@ def test_a_global_scale_is_that_of_the_whole_of_a_fused_set(models, tmp_path):
     assert scales[f"{layer}.mlp.experts.3.gate_proj.weight_global_scale"] > 256
 
 
-def command(models, out):
-    model = models["mixture"]
-    return ("quantize", model, out, "--calibration", model.parent / "text.txt", *COMMAND)
-
-
 def test_a_process_that_raises_ends_all_with_its_message(models, tmp_path):
-    ended = torchrun(2, JOB, *command(models, tmp_path / "out"), fault="1:solve:3:grid")
+    ended = torchrun(2, JOB, *command(models["mixture"], tmp_path / "out"), fault="1:solve:3:grid")
     assert ended.code == 1
     (line,) = ended.ours
     assert line.startswith("hessquant: failed: rank 1: model.layers.0.")
@@ -123,7 +111,7 @@ def test_a_process_that_raises_ends_all_with_its_message(models, tmp_path):
 def test_a_killed_process_ends_all_and_one_goes_on_from_there(models, tmp_path):
     out = tmp_path / "out"
     # A block sums for two stops of its attention, and for what all experts of two stacks have seen: the second block.
-    ended = torchrun(2, JOB, *command(models, out), fault="1:sum:7:kill")
+    ended = torchrun(2, JOB, *command(models["mixture"], out), fault="1:sum:7:kill")
     assert ended.code == 1
     (line,) = ended.ours
     assert line.startswith("hessquant: failed: rank 1: it ended without a word")

@@ -13,11 +13,10 @@ from hessquant.config import Config
 from hessquant.core.finite import first_non_finite
 from hessquant.core.grid import affine, group_range, scale_factors
 from hessquant.errors import GridError, SourceError
-from hessquant.records import GridSpec, Target, TensorInfo
+from hessquant.records import FLOATING, GridSpec, Target, TensorInfo
 from hessquant.results import Progress
 
 CHUNK_BYTES = 16 << 20
-CHECKED = ("F64", "F32", "BF16", "F16")
 """Dtypes whose numbers may be not finite."""
 
 
@@ -42,7 +41,7 @@ def audit(source: WeightSource, progress: Progress, scales: "ScaleCheck | None" 
     for name, info in sorted(source.tensors.items()):
         plain = source.parts(name) == (name,)
         for part in source.parts(name):
-            look = _Look(info, scales) if plain and info.dtype in CHECKED else None
+            look = _Look(info, scales) if plain and info.dtype in FLOATING else None
             _digest(source.stored, part, digest, look)
         if not plain:
             look = _Look(info, scales)

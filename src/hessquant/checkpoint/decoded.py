@@ -33,7 +33,7 @@ class DecodedCheckpoint(DequantizedView):
     def __init__(
         self, checkpoint: UnpackedCheckpoint, products: Iterable[ProbedProduct], left: Collection[str] = ()
     ) -> None:
-        products = tuple(products)
+        products, hidden = tuple(products), frozenset(left)
         self.directory, self.stored, self.config = checkpoint.directory, checkpoint.stored, checkpoint.config
         self._checkpoint = checkpoint
         self._turned = {product.name for product in products if product.transposed} & checkpoint.packed.keys()
@@ -41,7 +41,7 @@ class DecodedCheckpoint(DequantizedView):
         apart = {
             name: replace(info, shape=info.shape[::-1]) if name in self._turned else info
             for name, info in checkpoint.tensors.items()
-            if name not in left
+            if name not in hidden
         }
         dropped = tuple(dropped_scale(checkpoint.tensors[name]) for name in left)
         seen = restacked(apart, products, self._note)

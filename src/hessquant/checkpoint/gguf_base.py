@@ -7,18 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, ReaderTensor
+from gguf import GGML_QUANT_SIZES, GGUFReader, ReaderTensor
 from torch import Tensor
 
+from hessquant.checkpoint.gguf_contents import PLAIN
 from hessquant.checkpoint.gguf_reader import form_of, open_gguf
 from hessquant.checkpoint.header import DTYPES
 from hessquant.errors import SourceError
-
-PLAIN = tuple(GGMLQuantizationType[name] for name in ("F32", "F16", "BF16"))
-"""Types that rows are compared in."""
+from hessquant.models.gguf_header import numbered_block
 
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
-_BLOCK = re.compile(r"(?:^|\.)blk\.(\d+)\.")
 _COUNTED_PARTS = "split."
 _CHUNK_BYTES = 1 << 24
 
@@ -65,9 +63,8 @@ class GgufBase:
         """Name, number of the block (None = outside of them) and shape of every tensor that has rows to compare."""
         for name, tensor in self.tensors.items():
             kind, shape = form_of(tensor)
-            if kind in PLAIN and len(shape) > 1:
-                block = _BLOCK.search(name)
-                yield name, None if block is None else int(block[1]), shape
+            if kind.name in PLAIN and len(shape) > 1:
+                yield name, numbered_block(name), shape
 
     def rows(self, name: str, numbers: Tensor) -> Tensor:
         """Some rows of a tensor, float32 [count, columns]; all dimensions but the last count as rows."""
@@ -75,10 +72,8 @@ class GgufBase:
 
     def chunks(self, name: str) -> Iterator[Tensor]:
         """All rows of a tensor in pieces, float32 [count, columns]."""
-        lines = rows_of(self.tensors[name])
-        step = max(1, _CHUNK_BYTES // max(1, lines.shape[1]))
-        for start in range(0, len(lines), step):
-            yield _values(np.array(lines[start : start + step]), self.tensors[name])
+        for lines in pieces_of(self.tensors[name]):
+            yield _values(np.array(lines), self.tensors[name])
 
 
 def settings_of(reader: GGUFReader) -> dict[str, bytes]:
@@ -95,6 +90,13 @@ def rows_of(tensor: ReaderTensor) -> np.ndarray:
     """Bytes of a tensor, uint8 [rows, bytes of a row]; they stay on disk until they are looked at."""
     rows = tensor.n_elements // max(1, int(tensor.shape[0]))
     return tensor.data.reshape(-1).view(np.uint8).reshape(rows, -1)
+
+
+def pieces_of(tensor: ReaderTensor) -> Iterator[np.ndarray]:
+    """The same, so many rows at a time."""
+    lines = rows_of(tensor)
+    step = max(1, _CHUNK_BYTES // max(1, lines.shape[1]))
+    return (lines[start : start + step] for start in range(0, len(lines), step))
 
 
 def _values(lines: np.ndarray, tensor: ReaderTensor) -> Tensor:

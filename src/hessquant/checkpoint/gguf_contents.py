@@ -17,7 +17,8 @@ from hessquant.records import Plan
 ROPE_FACTORS = "rope_freqs.weight"
 _EMBEDDING = "token_embd.weight"
 _F32 = GGMLQuantizationType.F32
-_PLAIN = ("F32", "F16", "BF16")
+PLAIN = ("F32", "F16", "BF16")
+"""Dtypes that such a file holds as they are."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def _untouched(plan: Plan, places: Mapping[str, Place]) -> Iterator[Entry]:
     for tensor in plan.untouched:
         if tensor.name not in places:
             continue
-        if tensor.dtype not in _PLAIN or len(tensor.shape) not in (1, 2):
+        if tensor.dtype not in PLAIN or len(tensor.shape) not in (1, 2):
             raise PlanError(f"{tensor.name}: {tensor.dtype} {list(tensor.shape)} has no GGUF form here")
         kind = _F32 if len(tensor.shape) == 1 else GGMLQuantizationType[tensor.dtype]
         size = prod(tensor.shape) * GGML_QUANT_SIZES[kind][1]

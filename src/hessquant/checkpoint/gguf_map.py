@@ -1,7 +1,8 @@
 """What of a GGUF base gives way to a checkpoint's quantized weights, and that the rest of it is the same model."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 
 import torch
@@ -9,6 +10,7 @@ from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from hessquant.checkpoint.gguf_base import GgufBase, rows_of
+from hessquant.checkpoint.gguf_contents import PLAIN
 from hessquant.checkpoint.gguf_kept import same_rows
 from hessquant.checkpoint.gguf_rows import LEAVE, Found, Group, Rows, find_weight
 from hessquant.checkpoint.unpacked import UnpackedCheckpoint
@@ -16,7 +18,8 @@ from hessquant.errors import PlanError
 from hessquant.formats.gguf_blocks import BLOCK, BLOCK_TYPES, block_type
 from hessquant.results import Progress
 
-_FLOATING = ("F32", "BF16", "F16")
+_Place = tuple[int, int | None]
+"""Inputs of a matrix, and the number of the block that it is in."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ def map_rows(base: GgufBase, checkpoint: UnpackedCheckpoint, progress: Progress)
     for block, groups in _by_block(base).items():
         for columns, group in groups.items():
             rows = Rows(base, group)
-            for name in search.missing(columns, block):
+            for name in search.missing_at(columns, block):
                 search.look(name, rows)
                 if name in search.found:
                     progress.advance(name)
@@ -75,9 +78,10 @@ def _look_everywhere(search: "_Search", base: GgufBase) -> Iterator[str]:
     left = search.missing()
     for groups in _by_block(base).values() if left else ():
         for columns, group in groups.items():
-            rows = Rows(base, group) if any(search.columns(name) == columns for name in left) else None
-            for name in left:
-                if rows is not None and search.columns(name) == columns:
+            asked = [name for name in left if search.checkpoint.packed[name].columns == columns]
+            if asked:
+                rows = Rows(base, group)
+                for name in asked:
                     search.look(name, rows)
     for name in left:
         if name not in search.found:
@@ -91,6 +95,14 @@ def _look_everywhere(search: "_Search", base: GgufBase) -> Iterator[str]:
 def _block_of(name: str) -> int | None:
     """The first number in a name; of weights in blocks, it is the block's."""
     return next((int(part) for part in name.split(".") if part.isdecimal()), None)
+
+
+def _by_place(matrices: Iterable[tuple[str, int]]) -> Mapping[_Place, list[str]]:
+    """Names of matrices, given with their inputs, by these and the number of the block."""
+    places: dict[_Place, list[str]] = {}
+    for name, columns in matrices:
+        places.setdefault((columns, _block_of(name)), []).append(name)
+    return places
 
 
 @dataclass
@@ -111,18 +123,27 @@ class _Search:
     owners: dict[str, Tensor] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
 
-    def columns(self, name: str) -> int:
-        """Inputs of a weight."""
-        return self.checkpoint.packed[name].columns
+    @cached_property
+    def _weights(self) -> Mapping[_Place, list[str]]:
+        return _by_place((name, self.checkpoint.packed[name].columns) for name in self.checkpoint)
 
-    def missing(self, columns: int | None = None, block: int | None = None) -> list[str]:
-        """Weights that were not found yet: all, or those with so many inputs and that number of a block."""
-        return [
-            name
-            for name in self.checkpoint
-            if name not in self.found
-            and (columns is None or (self.columns(name) == columns and _block_of(name) == block))
-        ]
+    @cached_property
+    def _kept(self) -> Mapping[_Place, list[str]]:
+        """Matrices that were left in 16 bit."""
+        plain = (info for name, info in self.checkpoint.tensors.items() if name not in self.checkpoint.packed)
+        return _by_place(
+            (info.name, info.shape[-1])
+            for info in plain
+            if info.dtype in PLAIN and prod(info.shape) > 0 and len(info.shape) > 1
+        )
+
+    def missing(self) -> list[str]:
+        """Weights that were not found yet."""
+        return [name for name in self.checkpoint if name not in self.found]
+
+    def missing_at(self, columns: int, block: int | None) -> list[str]:
+        """Those of them with so many inputs and that number of a block."""
+        return [name for name in self._weights.get((columns, block), ()) if name not in self.found]
 
     def look(self, name: str, rows: Rows) -> None:
         """Look for a weight among some rows of the base."""
@@ -149,14 +170,12 @@ class _Search:
 
     def compare_kept(self, columns: int, block: int | None, rows: Rows) -> None:
         """Refuse a base that holds a matrix that was left in 16 bit with other values, or as one with a weight."""
-        for name, info in self.checkpoint.tensors.items():
-            plain = name not in self.checkpoint.packed and info.dtype in _FLOATING and prod(info.shape) > 0
-            if plain and len(info.shape) > 1 and info.shape[-1] == columns and _block_of(name) == block:
-                values = self.checkpoint.read(name)
-                for matrix in values.flatten(0, -3) if values.ndim > 2 else [values]:
-                    for tensor, numbers in same_rows(name, matrix, rows):
-                        if tensor in self.owners:
-                            self._refuse_owned(self.owners[tensor][numbers], name, tensor)
+        for name in self._kept.get((columns, block), ()):
+            values = self.checkpoint.read(name)
+            for matrix in values.flatten(0, -3) if values.ndim > 2 else [values]:
+                for tensor, numbers in same_rows(name, matrix, rows):
+                    if tensor in self.owners:
+                        self._refuse_owned(self.owners[tensor][numbers], name, tensor)
 
     def kinds(self) -> dict[str, GGMLQuantizationType]:
         """The narrowest type that holds all weights that have rows in each tensor."""

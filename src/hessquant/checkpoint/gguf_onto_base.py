@@ -1,7 +1,6 @@
 """Writing a quantized model as a GGUF file with all that a base says of it, and reading it back."""
 
 import struct
-from collections.abc import Iterator
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGML_QUANT_VERSION, GGUFValueType, Keys, ReaderTensor
 from torch import Tensor
 
-from hessquant.checkpoint.gguf_base import GgufBase, rows_of, settings_of
+from hessquant.checkpoint.gguf_base import GgufBase, pieces_of, rows_of, settings_of
 from hessquant.checkpoint.gguf_contents import Entry, file_type
 from hessquant.checkpoint.gguf_map import RowMap
 from hessquant.checkpoint.gguf_reader import form_of, open_gguf
@@ -93,7 +92,7 @@ class BasedGgufDraft:
             stream.truncate(self._begins[""])
             for name, tensor in self._base.tensors.items():
                 stream.seek(self._begins[name])
-                for piece in () if name in self._rows.kinds else _pieces(rows_of(tensor)):
+                for piece in () if name in self._rows.kinds else pieces_of(tensor):
                     stream.write(piece.tobytes())
             for name, parts in self._rows.found.items():
                 weight = self._model.weights[name]
@@ -143,11 +142,6 @@ def _text(value: str) -> bytes:
     return struct.pack("<Q", len(content)) + content
 
 
-def _pieces(lines: np.ndarray) -> Iterator[np.ndarray]:
-    step = max(1, _CHUNK_BYTES // max(1, lines.shape[1]))
-    return (lines[start : start + step] for start in range(0, len(lines), step))
-
-
 def _check_entry(tensor: ReaderTensor, entry: Entry, base: GgufBase, rows: RowMap) -> None:
     """That a tensor has its form; if it is the base's, that its bytes are; if blocks, that its padding is zero."""
     name, form = entry.place.name, form_of(tensor)
@@ -156,7 +150,7 @@ def _check_entry(tensor: ReaderTensor, entry: Entry, base: GgufBase, rows: RowMa
     if name in rows.kinds:
         same = not any(rows_of(tensor)[row].any() for row in rows.padding[name].tolist())
     else:
-        pieces = zip(_pieces(rows_of(tensor)), _pieces(rows_of(base.tensors[name])), strict=True)
+        pieces = zip(pieces_of(tensor), pieces_of(base.tensors[name]), strict=True)
         same = all(np.array_equal(a, b) for a, b in pieces)
     if not same:
         raise VerificationError(f"{name} was to be as in {base.name}, but differs")

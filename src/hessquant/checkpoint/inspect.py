@@ -8,7 +8,7 @@ import torch
 from gguf import ReaderTensor
 
 from hessquant.checkpoint.against_model import compare_with_model
-from hessquant.checkpoint.audit import CHECKED, CHUNK_BYTES
+from hessquant.checkpoint.audit import CHUNK_BYTES
 from hessquant.checkpoint.dequantized import DequantizedCheckpoint
 from hessquant.checkpoint.gguf_reader import decoded, form_of, open_gguf
 from hessquant.checkpoint.opening import stated_form
@@ -21,7 +21,7 @@ from hessquant.formats.dialect import Dialect
 from hessquant.formats.gguf_blocks import BLOCK, BLOCK_TYPES
 from hessquant.formats.stored import Form
 from hessquant.models.source import ModelSource
-from hessquant.records import GridSpec, TensorInfo
+from hessquant.records import FLOATING, GridSpec, TensorInfo
 from hessquant.results import InspectedWeight, Inspection
 
 
@@ -168,7 +168,7 @@ def _inspect_weights(
 
 def _non_finite(untouched: Iterable[TensorInfo], reader: WeightSource) -> Iterator[str]:
     for info in untouched:
-        if info.dtype not in CHECKED:
+        if info.dtype not in FLOATING:
             continue
         try:
             bad = sum(int((~torch.isfinite(piece)).sum()) for piece in reader.chunks(info.name, CHUNK_BYTES))

@@ -95,9 +95,9 @@ def sets_among(modules: Iterable[str]) -> Iterator[tuple[FusedSet, str, list[str
 
 
 def fused_with(weights: Iterable[str]) -> dict[str, list[str]]:
-    """All that some server may make one matrix of together with a weight, itself among them, by its name."""
-    together: dict[str, list[str]] = {}
-    for _, _, modules in sets_among(name.removesuffix(".weight") for name in weights):
+    """All that some server may make one matrix of together with a weight, itself among them, by each one's name."""
+    together = {name: [name] for name in weights}
+    for _, _, modules in sets_among(name.removesuffix(".weight") for name in list(together)):
         members = [f"{module}.weight" for module in modules]
         joined = list(dict.fromkeys(other for name in members for other in together.get(name, [name])))
         together.update(dict.fromkeys(joined, joined))

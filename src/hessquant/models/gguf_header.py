@@ -17,6 +17,16 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _BLOCK = re.compile(r"(?:^|\.)blk\.(\d+)\.")
 
 
+def numbered_block(tensor: str) -> int | None:
+    """The number of the block that a tensor is in, by its name; None if it is in none.
+
+    >>> numbered_block("blk.3.attn_q.weight"), numbered_block("output.weight")
+    (3, None)
+    """
+    block = _BLOCK.search(tensor)
+    return None if block is None else int(block[1])
+
+
 def check_header(file: Path) -> int:
     """Refuse a file that claims more than it holds, which its readers would go on looking for.
 
@@ -55,7 +65,7 @@ class _Header:
         for name, end in ends:
             if start + end > len(self._content):
                 raise ValueError(f"tensor {name} ends at byte {start + end}, the file at {len(self._content)}")
-        blocks = len({block[1] for name, _ in ends if (block := _BLOCK.search(name))})
+        blocks = len({numbered_block(name) for name, _ in ends} - {None})
         for name, count in numbers.items() if numbers.get("split.count", 1) <= 1 else ():
             if name.endswith(".block_count") and count > blocks:
                 raise ValueError(f"its {name} is {count}, but it holds tensors of {blocks} blocks")

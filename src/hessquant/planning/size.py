@@ -176,9 +176,7 @@ def _fixed_bytes(probe: Probe, targets: Sequence[Target], config: Config, place:
             # Of what the model class does not build, no more is in memory at a time than servers make one matrix of.
             # These are in float32 wherever they are.
             sizes = {target.name: HESSIAN // element * target.rows * target.columns for target in members}
-            weights[index] = max(sizes.values())
-            for fused in fused_with(sizes).values():
-                weights[index] = max(weights[index], sum(sizes[name] for name in fused))
+            weights[index] = max(sum(sizes[name] for name in fused) for fused in fused_with(sizes).values())
     if probe.whole:
         held = element * sum(weights.values()) + _codes(targets)
         return held + max((_statistics(members, config, place) for members in of_block.values()), default=0)

@@ -281,7 +281,7 @@ class TargetSolver:
         if not target.grid.has_global_scale:
             return target.grid
         if target.name not in self._largest:
-            members = self._fused.get(target.name, [target.name])
+            members = self._fused[target.name]
             largest = max(float(matrix_at(self._parameters, self._targets[name]).abs().max()) for name in members)
             self._largest.update(dict.fromkeys(members, largest))
         return with_global_scale(target.grid, self._largest[target.name])

@@ -59,8 +59,7 @@ def quantize_unbuilt(
     quantized: dict[str, QuantizedWeight] = {}
     records: list[LayerRecord] = []
     by_name = {target.name: target for target in part.targets}
-    fused = fused_with(by_name)
-    together = list(dict.fromkeys(tuple(fused.get(name, [name])) for name in by_name))
+    together = list(dict.fromkeys(map(tuple, fused_with(by_name).values())))
     for names, following in zip_longest(together, together[1:], fillvalue=()):
         overlap.read_ahead(following)
         weights = {name: read(name).to(device).float() for name in names}
