@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hessquant.errors import PeerError
-from hessquant.peers import Peers, Store, remember
+from hessquant.peers import INTERRUPTED, Peers, Store, remember
 from hessquant.place import HOST
 
 _Value = TypeVar("_Value")
@@ -190,6 +190,7 @@ def joined() -> Iterator[Ranks]:
 
     Raises:
         PeerError: If another one has failed.
+        KeyboardInterrupt: If another one was interrupted.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield ALONE
@@ -214,7 +215,8 @@ def joined() -> Iterator[Ranks]:
     except BaseException as error:
         failure = peers.fail(error)
         if failure.rank != ranks.rank and not isinstance(error, KeyboardInterrupt):
-            raise PeerError(str(failure)) from error
+            # What is interrupted there is interrupted here, whichever exchange first fails of it.
+            raise (KeyboardInterrupt() if failure.kind == INTERRUPTED else PeerError(str(failure))) from error
         raise
     if own:
         dist.destroy_process_group()
