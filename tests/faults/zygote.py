@@ -7,6 +7,7 @@ minus the signal. It ends with its input.
 The process itself has one thread, so that a fork is safe.
 """
 
+import gc
 import json
 import os
 import signal
@@ -67,6 +68,8 @@ def _quantize(job):
 
 
 def _fork(job):
+    # A child would walk over all that is imported at each full collection, and copy its pages for it.
+    gc.freeze()
     pid = os.fork()
     if pid:
         return pid
