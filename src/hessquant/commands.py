@@ -134,10 +134,17 @@ def plan(
     calibration: Annotated[
         str, typer.Option(metavar="SOURCE", help="As quantize takes it; of a text only the beginning is read.")
     ] = "builtin",
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Also estimate what a run over so many processes takes.", show_default="no such estimate"
+        ),
+        "See [scaling.md](scaling.md#what-a-run-costs).",
+    ] = None,
 ) -> int:
     """Show what quantize would do, without reading weights."""
     with _work():
-        planned = hessquant.pipeline.make_plan(model, config, calibration=calibration)
+        planned = hessquant.pipeline.make_plan(model, config, calibration=calibration, processes=processes)
     _say_unknown(planned, config)
     _show(planned, render_plan(planned))
     return _DONE

@@ -24,7 +24,7 @@ from hessquant.place import HOST
 
 _Value = TypeVar("_Value")
 
-_PIECE_BYTES = 64 << 20
+PIECE_BYTES = 64 << 20
 """Of a sum, this much at once is beside it: what others sent, and what is sent to them."""
 
 
@@ -124,7 +124,7 @@ class Ranks:
         """Rows of a lower triangle, some at a time, as vectors whose length the processes divide; then written back."""
         if self.count == 1:
             return
-        rows = max(1, _PIECE_BYTES // (total.itemsize * len(total)))
+        rows = max(1, PIECE_BYTES // (total.itemsize * len(total)))
         for start in range(0, len(total), rows):
             tile = total[start : start + rows, : start + rows]
             piece = total.new_zeros(-(-tile.numel() // self.count) * self.count)

@@ -290,6 +290,69 @@ class ExpertLoad:
 
 
 @dataclass(frozen=True)
+class StageCost:
+    """What one kind of work is estimated to take.
+
+    Attributes:
+        name: What it is.
+        seconds: With all processes: those of the one that has most of it.
+        seconds_of_one: With one process.
+        seconds_undivided: Of these, what every process, or the first alone, does however many there are.
+    """
+
+    name: str
+    seconds: float
+    seconds_of_one: float
+    seconds_undivided: float
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """What a run over several processes is estimated to take (docs/scaling.md).
+
+    Attributes:
+        processes: How many there are.
+        rates: Whose speed each process is taken to have.
+        measured: Whether that speed was measured, and not assumed.
+        seconds: Time of the run.
+        seconds_of_one: With one process.
+        seconds_undivided: Of these, what no number of processes makes less.
+        stages: The same by kind of work; they add up to it.
+        received_bytes: Bytes that the process with most of it receives from others.
+        read_bytes: Bytes of the source that each process reads.
+        first_read_bytes: Bytes of it that the first reads, which audits it besides.
+        memory_bytes: Estimated peak of each process's memory, where the model runs.
+    """
+
+    processes: int
+    rates: str
+    measured: bool
+    seconds: float
+    seconds_of_one: float
+    seconds_undivided: float
+    stages: tuple[StageCost, ...]
+    received_bytes: int
+    read_bytes: int
+    first_read_bytes: int
+    memory_bytes: int = 0
+
+    @property
+    def speed_up(self) -> float:
+        """How many times as fast as one process."""
+        return self.seconds_of_one / self.seconds
+
+    @property
+    def limit(self) -> float:
+        """What no number of processes exceeds: exchanges cost nothing there, and what is divided takes no time."""
+        return self.seconds_of_one / self.seconds_undivided
+
+    @property
+    def largest(self) -> StageCost:
+        """The kind of work that takes most."""
+        return max(self.stages, key=lambda stage: stage.seconds)
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that is decided before a weight is read.
 
@@ -328,6 +391,7 @@ class Plan:
             tokens, or nothing says how many are chosen.
         source_form: How the source's weights are stored, in words; empty if they are plain 16 or 32 bit.
         dropped: Tensors of the source that have no place in the result, and why.
+        cost: What a run over several processes is estimated to take, where it was asked for.
     """
 
     source: str
@@ -362,6 +426,8 @@ class Plan:
     expert_load: ExpertLoad | None = None
     source_form: str = ""
     dropped: tuple[Untouched, ...] = ()
+    # Of a run and not of the plan: any number of processes does the same.
+    cost: RunCost | None = field(default=None, compare=False)
 
     @property
     def fits(self) -> bool:

@@ -22,8 +22,8 @@ class FakePipeline(ModuleType):
         if self.error is not None:
             raise self.error
 
-    def make_plan(self, model, config=None, *, calibration="builtin"):
-        self._ask(model=model, config=config, calibration=calibration)
+    def make_plan(self, model, config=None, *, calibration="builtin", processes=None):
+        self._ask(model=model, config=config, calibration=calibration, processes=processes)
         return self.plan
 
     def quantize(

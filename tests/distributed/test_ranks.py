@@ -57,7 +57,7 @@ def test_a_process_by_itself_sums_and_gathers_nothing():
 @pytest.mark.parametrize("count", [2, 3])
 def test_a_sum_is_that_of_the_ranks_in_order(count, tmp_path):
     program = """
-    module._PIECE_BYTES = 1000  # several pieces
+    module.PIECE_BYTES = 1000  # several pieces
     made = torch.randn(37, 37, generator=torch.Generator().manual_seed(ranks.rank)).tril() * 10.0**ranks.rank
     everywhere, at_last = made.clone(), made.clone()
     ranks.sum(everywhere)

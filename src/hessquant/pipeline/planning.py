@@ -9,6 +9,7 @@ from hessquant.calibration.calibration import Calibration
 from hessquant.checkpoint.opening import requantized, weights_of
 from hessquant.checkpoint.reader import CheckpointReader, WeightSource
 from hessquant.config import Config
+from hessquant.errors import ConfigError
 from hessquant.models.source import ModelSource, resolve
 from hessquant.pipeline.publishing import refuse_form
 from hessquant.place import find_device
@@ -16,7 +17,13 @@ from hessquant.planning import plan as planning
 from hessquant.records import Plan
 
 
-def make_plan(model: str, config: Config | None = None, *, calibration: str | Iterable[Any] = "builtin") -> Plan:
+def make_plan(
+    model: str,
+    config: Config | None = None,
+    *,
+    calibration: str | Iterable[Any] = "builtin",
+    processes: int | None = None,
+) -> Plan:
     """Decide what quantizing `model` would do, without reading a weight.
 
     Args:
@@ -24,17 +31,20 @@ def make_plan(model: str, config: Config | None = None, *, calibration: str | It
         config: Settings.
         calibration: As `quantize` takes it; only samples that are more than text decide anything. Of a text no more is
             read than its beginning, so that it may still be refused where it goes on, or be too short.
+        processes: Also estimate what a run over so many takes; part of no run.
 
     Raises:
         RefusedError: If it would be refused; the subclass and the message say why.
     """
-    with planned(model, config or Config(), calibration) as (_, _, _, plan):
+    if processes is not None and processes < 1:
+        raise ConfigError(f"processes is {processes}; it must be at least 1")
+    with planned(model, config or Config(), calibration, processes) as (_, _, _, plan):
         return plan
 
 
 @contextmanager
 def planned(
-    model: str, config: Config, calibration: str | Iterable[Any]
+    model: str, config: Config, calibration: str | Iterable[Any], processes: int | None = None
 ) -> Iterator[tuple[ModelSource, WeightSource, Calibration, Plan]]:
     """A model, its weights, whose files are open inside, what it is calibrated on, and its plan.
 
@@ -42,6 +52,7 @@ def planned(
         model: As `quantize` takes it.
         config: Settings.
         calibration: As `quantize` takes it.
+        processes: As `make_plan` takes it.
 
     Raises:
         RefusedError: As `make_plan`.
@@ -56,6 +67,8 @@ def planned(
         if weights is None:
             # The plan refuses it as it is, unless it was asked for.
             weights = requantized(source, reader, inputs.sample) if config.requantize else reader
-        plan = planning.make_plan(source, weights.tensors, config, inputs=inputs.sample, form=weights.form)
+        plan = planning.make_plan(
+            source, weights.tensors, config, inputs=inputs.sample, form=weights.form, processes=processes
+        )
         refuse_form(config.format, weights, plan)
         yield source, weights, inputs, plan

@@ -137,11 +137,16 @@ class Sizes:
             return 0
         return DRIVER + self.fixed + self._activations(config, activation_budget_on(self.place))
 
+    def capture(self, config: Config) -> Literal["once", "passes"]:
+        """How blocks will be run."""
+        tokens = config.num_windows * (config.window_length or LONGEST_DEFAULT_WINDOW)
+        return choose_capture(self.hidden_size, self.widest, tokens, config, self.place)
+
     def _activations(self, config: Config, budget: int) -> int:
         """What of the activations is where the model runs."""
         length = config.window_length or LONGEST_DEFAULT_WINDOW
         tokens = config.num_windows * length
-        if choose_capture(self.hidden_size, self.widest, tokens, config, self.place) == "once":
+        if self.capture(config) == "once":
             return suspended_bytes(self.hidden_size, self.widest, tokens, self.place)
         of_batch = min(tokens, max(tokens_per_batch(self.place), length))
         kept = min(budget, self._hidden_bytes(config))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from hessquant.errors import NonFiniteError
-from hessquant.records import GridSpec, Plan
+from hessquant.records import GridSpec, Plan, RunCost
 from hessquant.report.figures import totals
 from hessquant.results import Evaluation, ExportReport, Inspection, LayerRecord, RunReport
 
@@ -20,7 +20,7 @@ def to_json(record: Plan | RunReport | ExportReport | Evaluation | Inspection) -
     """Give a record as one JSON object, keys in the order of the record's fields.
 
     A layer also gets `relative_to_rtn` and `relative_output_error` (null where the layer has no
-    output); a run report also gets `totals`.
+    output); a run report also gets `totals`, the estimate of a run `speed_up` and `limit`.
 
     Raises:
         NonFiniteError: If a number is NaN or infinite, which JSON cannot hold; the message says which.
@@ -98,4 +98,6 @@ def _derived(record: Any) -> dict[str, Any]:
         return {"relative_to_rtn": record.relative_to_rtn, "relative_output_error": record.relative_output_error}
     if isinstance(record, RunReport):
         return {"totals": asdict(totals(record.layers))}
+    if isinstance(record, RunCost):
+        return {"speed_up": record.speed_up, "limit": record.limit}
     return {}

@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
-from hessquant.records import Plan, Target
+from hessquant.records import Plan, RunCost, Target
 from hessquant.report.figures import (
     SERVER_HEADINGS,
     kind_among,
@@ -56,6 +56,7 @@ def render_plan(plan: Plan) -> RenderableType:
     few = () if plan.expert_load is None else load_sentences(plan.expert_load)
     return _page(
         _plan_facts(plan),
+        None if plan.cost is None else _cost_facts(plan.cost),
         None if plan.fits else _sentences("This machine cannot hold it", memory_sentences(plan), "yellow"),
         _sentences("Few tokens per expert", few, "yellow") if few else None,
         _weights_table(plan.targets) if plan.targets else None,
@@ -206,6 +207,28 @@ def _plan_facts(plan: Plan) -> Table:
         ("Memory", f"about {format_bytes(plan.memory_bytes)}{machine}"),
         ("On the device", on_device),
         ("Tensor parallel", reach(plan.tensor_parallel, plan.tensor_parallel_limit)),
+    )
+
+
+def _cost_facts(cost: RunCost) -> Table:
+    """What a run over several processes takes, and what bounds it."""
+    largest, each = cost.largest, "" if cost.processes == 1 else " each"
+    made = "an estimate" if cost.measured else "an estimate from assumed speeds, which nobody measured"
+    several = cost.processes > 1
+    return _facts(
+        ("Processes", f"{cost.processes:,}{each} as fast as {cost.rates}"),
+        ("Time", f"about {format_seconds(cost.seconds)}: {made}"),
+        ("Most of it", f"{largest.name}, {format_percent(largest.seconds / cost.seconds)}"),
+        (
+            "Speed-up",
+            f"{cost.speed_up:.1f} times one process, which takes {format_seconds(cost.seconds_of_one)}; "
+            f"no number of processes makes it {cost.limit:.1f}"
+            if several
+            else f"no number of processes makes it {cost.limit:.1f} times as fast",
+        ),
+        ("Exchanged", f"each receives up to {format_bytes(cost.received_bytes)} from the others" if several else None),
+        ("Read", f"{format_bytes(cost.read_bytes)}{each}, by the first {format_bytes(cost.first_read_bytes)}"),
+        ("Memory", f"about {format_bytes(cost.memory_bytes)}{each}"),
     )
 
 
