@@ -1,7 +1,7 @@
 """Make the tables of options in `docs/cli.md` of what the commands declare: `python docs/make_options.py`."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
@@ -21,17 +21,19 @@ def page() -> str:
     text = PAGE.read_text(encoding="utf-8")
     for name, sharing in _TABLES.items():
         begin = f"<!-- options of {name}, by docs/make_options.py -->\n"
-        table = "\n".join([_HEAD, *_rows(name, sharing)])
+        # What only the one that shares it has comes last.
+        shown = inspect.signature(getattr(commands, name)).parameters
+        table = "\n".join([_HEAD, *_rows(name, sharing), *_rows(sharing, name, shown)])
         before, after = text.split(begin)
         text = before + begin + table + "\n\n" + after.partition("\n\n")[2]
     return text
 
 
-def _rows(command: str, sharing: str) -> Iterator[str]:
-    """A row per option, in the order of `--help`."""
+def _rows(command: str, sharing: str, without: Collection[str] = ()) -> Iterator[str]:
+    """A row per option, in the order of `--help`, but for some."""
     declared, shared = (inspect.signature(getattr(commands, name)).parameters for name in (command, sharing))
     for option in get_command(commands.app).commands[command].params:
-        if option.param_type_name != "option" or option.name in ("as_json", "help"):
+        if option.param_type_name != "option" or option.name in ("as_json", "help", *without):
             continue
         kind, _, *more = get_args(declared[option.name].annotation)
         default = option.show_default if isinstance(option.show_default, str) else declared[option.name].default

@@ -216,7 +216,7 @@ def _cost_facts(cost: RunCost) -> Table:
     made = "an estimate" if cost.measured else "an estimate from assumed speeds, which nobody measured"
     several = cost.processes > 1
     return _facts(
-        ("Processes", f"{cost.processes:,}{each} as fast as {cost.rates}"),
+        ("Processes", f"{cost.processes:,}, each as fast as {cost.rates}"),
         ("Time", f"about {format_seconds(cost.seconds)}: {made}"),
         ("Most of it", f"{largest.name}, {format_percent(largest.seconds / cost.seconds)}"),
         (
