@@ -194,7 +194,7 @@ def runs() -> Iterator[Point]:
     yield from _run("warm-up", 1, LlamaConfig(**base), 2)
     for layers in (1, 2, 4, 8):
         yield from _run("run / layers", layers, LlamaConfig(**base | {"num_hidden_layers": layers}), 8)
-    for windows in (4, 8, 16, 32):
+    for windows in (8, 16, 32, 64, 128):
         yield from _run("run / windows", windows, LlamaConfig(**base), windows)
     for experts in (4, 8, 16, 32):
         yield from _run("run / experts", experts, Qwen3MoeConfig(**base, **mixture, num_experts=experts), 8)

@@ -208,7 +208,19 @@ def test_a_size_that_is_none_is_refused(pipeline, text):
 
 def test_plan_takes_the_options_of_quantize(pipeline):
     assert cli.main(["plan", "m", "--calibration", "text.txt", "--num-windows", "4"]) == 0
-    assert pipeline.asked == {"model": "m", "config": Config(num_windows=4), "calibration": "text.txt"}
+    assert pipeline.asked == {
+        "model": "m",
+        "config": Config(num_windows=4),
+        "calibration": "text.txt",
+        "processes": None,
+    }
+
+
+def test_processes_are_for_a_plan_alone(pipeline):
+    assert cli.main(["plan", "m", "--processes", "3"]) == 0
+    assert pipeline.asked["processes"] == 3
+    assert pipeline.asked["config"] == Config()
+    assert cli.main(["quantize", "m", "out", "--processes", "3"]) == 2
 
 
 def test_evaluate_passes_every_option(pipeline):

@@ -59,14 +59,19 @@ class Wire:
 
     def __init__(self, rank, count):
         self.rank, self.count, self.received, self.told = rank, count, 0, 0
+        self.summed = None
 
     def all_to_all_single(self, received, sent):
-        received.copy_(sent)
+        parts = sent.view(self.count, -1)
+        received.view(self.count, -1).copy_(parts[self.rank].expand_as(parts))
+        self.summed = self.count * parts
         self.received += sent.nbytes - sent.nbytes // self.count
 
     def all_gather(self, received, sent):
-        for each in received:
-            each.copy_(sent)
+        others = [sent] * self.count if self.summed is None else self.summed
+        for each, other in zip(received, others, strict=True):
+            each.copy_(other)
+        self.summed = None
         self.received += sent.nbytes * (self.count - 1)
 
     def gather(self, sent, received, dst):

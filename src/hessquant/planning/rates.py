@@ -58,31 +58,55 @@ CORE = Rates(
     search=4.87e8,
     elements=1.67e8,
     weights=1.22e8,
-    read=3e8,
-    audit=3e8,
-    write=2e7,
-    exchange=1e9,
-    latency=2e-4,
-    start=8.0,
+    read=6.5e8,
+    audit=6.5e8,
+    write=4.4e7,
+    exchange=1.4e8,
+    latency=1.4e-3,
+    start=10.0,
 )
-"""Fitted by `benchmarks/growth.py` and `benchmarks/processes.py`."""
+"""An AMD EPYC with AVX2 (docs/benchmarks.md), one thread, torch 2.13.0, 4 December 2026.
 
-ACCELERATOR = Rates(
-    title="an H100 SXM by its data sheet, at assumed efficiencies",
-    measured=False,
-    products=400e12,
-    attention=200e12,
-    sums=400e12,
-    factor=10e12,
-    sweep=30e12,
-    loop=1e12,
-    search=1e11,
-    elements=2e10,
-    weights=1e10,
-    read=2e9,
-    audit=2e9,
-    write=1e8,
-    exchange=50e9,
-    latency=1e-4,
-    start=20.0,
-)
+From `products` to `weights` fitted to the points of docs/figures/growth.json by `benchmarks/growth.py`; the rest from
+the run of one process and the exchanges of `benchmarks/processes.py`: of demo's 269 MB and 106 million weights, files
+in the system's cache, and of gloo on one machine. `read` is taken to be as `audit`.
+"""
+
+
+def of_data_sheet(title: str, *, bf16: float, fp32: float, fp64: float, memory: float, link: float) -> Rates:
+    """Rates of an accelerator that was not measured: peaks of its data sheet times assumed efficiencies.
+
+    The shares of the peaks, and all of the host's part (disk, packing, start), are assumptions.
+
+    Args:
+        title: Its name.
+        bf16: Dense peak of products of 16 bits, flops per second.
+        fp32: Peak in float32, without tensor cores.
+        fp64: Peak in float64.
+        memory: Bytes per second of its memory.
+        link: Bytes per second that it receives from others.
+    """
+    return Rates(
+        title=f"{title} by its data sheet, at assumed efficiencies",
+        measured=False,
+        products=0.4 * bf16,
+        attention=0.3 * bf16,
+        sums=0.4 * bf16,
+        factor=0.2 * fp64,
+        sweep=0.5 * fp32,
+        loop=0.02 * fp32,
+        search=0.01 * fp32,
+        elements=0.5 * memory / 40,  # read in float32, written, turned around and narrowed in float64
+        weights=0.5 * memory / 60,
+        read=2e9,
+        audit=2e9,
+        write=1e8,
+        exchange=0.5 * link,
+        latency=1e-4,
+        start=20.0,
+    )
+
+
+ACCELERATOR = of_data_sheet("an H100 SXM", bf16=989e12, fp32=67e12, fp64=67e12, memory=3.35e12, link=450e9)
+"""Peaks of NVIDIA's data sheet of the H100: BF16 dense (half of the 1,979 with sparsity), FP32, FP64 of the tensor
+cores, memory, one direction of NVLink (half of 900 GB/s). Between machines a link is slower."""
