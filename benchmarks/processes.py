@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -144,22 +145,29 @@ def started(count: int, child: str, options: argparse.Namespace) -> Results:
 
 
 def markdown(results: dict[int, Results], costs: dict[int, RunCost]) -> str:
-    """A row per run: measured, foretold, and their ratio."""
+    """A row per run: measured, foretold, and their ratio. Of CPU time, what exchanges take is foretold as waiting."""
     lines = [
-        "| processes | wall s | CPU s of each | exchanging s of each | speed-up by wall | foretold s | foretold / wall "
-        "| speed-up foretold | received, counted | foretold / counted |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| processes | wall s | CPU s of each | foretold, exchanges apart | foretold / CPU | exchanging s of each | foretold "
+        "| received, counted | foretold / counted |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    first = max(each["wall"] for each in results[min(results)])
     for count, each in results.items():
         cost, wall = costs[count], max(one["wall"] for one in each)
-        counted = max(one["received"] for one in each)
-        bytes_told = f"{counted / 1e6:.1f} MB | {cost.received_bytes / counted:.3f}" if counted else "- | -"
+        counted, most = max(one["received"] for one in each), max(one["cpu"] for one in each)
+        exchanging = next(stage.seconds for stage in cost.stages if stage.name == "exchanges")
+        own = cost.seconds - exchanging
+        bytes_told = f"{counted / 1e6:.1f} MB | {cost.received_bytes / counted:.4f}" if counted else "- | -"
         lines.append(
-            f"| {count} | {wall:.0f} | {_list(each, 'cpu')} | {_list(each, 'exchange')} | {first / wall:.2f} "
-            f"| {cost.seconds:.0f} s | {cost.seconds / wall:.2f} | {cost.speed_up:.2f} | {bytes_told} |"
+            f"| {count} | {wall:.0f} | {_list(each, 'cpu')} | {own:.0f} | {own / most:.2f} | {_list(each, 'exchange')} "
+            f"| {exchanging:.1f} | {bytes_told} |"
         )
     return "\n".join(lines)
+
+
+def stages(one: dict[str, Any]) -> str:
+    """CPU-seconds of each stage of a process."""
+    began = [*one["stages"], ["", one["wall"], one["cpu"]]]
+    return ", ".join(f"{name} {last - cpu:.1f}" for (name, _, cpu), (_, _, last) in pairwise(began))
 
 
 def _list(each: Results, name: str) -> str:
@@ -175,23 +183,35 @@ def main() -> None:
     parser.add_argument("--child", choices=CHILDREN, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--began", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--from", dest="known", type=Path, help="lines that an earlier call printed")
     options = parser.parse_args()
     if options.child:
         CHILDREN[options.child](options)
         return
+    results = known(options.known) if options.known else measured(options)
+    costs = {count: make_plan(options.model, settings(options), processes=count).cost for count in results}
+    print(markdown(results, {count: cost for count, cost in costs.items() if cost is not None}))
+    for count, cost in costs.items():
+        assert cost is not None
+        print(count, {stage.name: round(stage.seconds, 1) for stage in cost.stages}, f"speed-up {cost.speed_up:.2f}")
+        print(count, "CPU-seconds of the first:", stages(results[count][0]))
+
+
+def known(path: Path) -> dict[int, Results]:
+    """Results that an earlier call printed, one run a line."""
+    runs = [json.loads(line) for line in path.read_text().splitlines() if line.startswith('{"')]
+    return {int(count): each for one in runs for count, each in one.items()}
+
+
+def measured(options: argparse.Namespace) -> dict[int, Results]:
+    """Results of runs with as many processes as are asked for, printed as they come."""
     print(f"load before: {os.getloadavg()}, {os.cpu_count()} cores, {tokens_per_batch(HOST)} tokens per batch")
-    exchanges = started(2, "exchange", options)
-    print(json.dumps(exchanges), flush=True)
-    results, costs = {}, {}
+    print(json.dumps(started(2, "exchange", options)), flush=True)
+    results = {}
     for count in options.processes:
         results[count] = started(count, "run", options)
         print(json.dumps({count: results[count]}), flush=True)
-        cost = make_plan(options.model, settings(options), processes=count).cost
-        assert cost is not None
-        costs[count] = cost
-    print(markdown(results, costs))
-    for count, cost in costs.items():
-        print(count, {stage.name: round(stage.seconds, 1) for stage in cost.stages})
+    return results
 
 
 if __name__ == "__main__":

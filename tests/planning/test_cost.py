@@ -58,7 +58,7 @@ class Wire:
     """torch.distributed of a process whose peers have what it has; counts the bytes that come from them."""
 
     def __init__(self, rank, count):
-        self.rank, self.count, self.received, self.told = rank, count, 0, 0
+        self.rank, self.count, self.received, self.told, self.exchanges = rank, count, 0, 0, 0
         self.summed = None
 
     def all_to_all_single(self, received, sent):
@@ -66,6 +66,7 @@ class Wire:
         received.view(self.count, -1).copy_(parts[self.rank].expand_as(parts))
         self.summed = self.count * parts
         self.received += sent.nbytes - sent.nbytes // self.count
+        self.exchanges += 1
 
     def all_gather(self, received, sent):
         others = [sent] * self.count if self.summed is None else self.summed
@@ -73,19 +74,23 @@ class Wire:
             each.copy_(other)
         self.summed = None
         self.received += sent.nbytes * (self.count - 1)
+        self.exchanges += 1
 
     def gather(self, sent, received, dst):
         assert (received is not None) == (dst == self.rank)
         for each in received or ():
             each.copy_(sent)
         self.received += sent.nbytes * (self.count - 1) * (dst == self.rank)
+        self.exchanges += 1
 
     def broadcast_object_list(self, told, src):
         parts = [weight for weight, _ in told[0]]
         self.told += sum(each.nbytes for part in parts for each in (part.codes, part.grid.scales, part.grid.zeros))
+        self.exchanges += 2
 
     def all_gather_object(self, told, value):
         told[:] = [value] * self.count
+        self.exchanges += 2
 
 
 @pytest.fixture
@@ -276,6 +281,7 @@ def test_bytes_of_a_weight_are_those_that_are_exchanged(rank, count, wire, monke
     one = Solve(columns, (rows,), code_bytes=columns, grid_bytes=4 * (2 + 1))
     told = work(Job(0, 1, 1, 0, 0, ((one, 1),)), ranks)
     assert told.received == counting.received > 4 * columns**2 / 2
+    assert told.exchanges == counting.exchanges + 2  # what each has seen of the inputs is told before
     assert told.received < 3 * (4 * columns**2 + rows * columns)
 
 
@@ -298,11 +304,13 @@ def test_bytes_of_experts_are_those_that_are_exchanged(rank, wire, saved):
         seen[group.leader] = HessianStatistics(inputs.T @ inputs, 64.0, 64)
     solver = TargetSolver(members, parameters, config, lambda record: None, ranks)
     solver.quantize(stop, seen_by_all(stop, seen, parameters, ranks))
-    stacks = replace(job, solves=tuple((one, 1) for one, _ in job.solves if one.experts), windows=0)
+    stacks = replace(job, solves=tuple((one, 1) for one, _ in job.solves if one.experts))
     own = {0: 1, 1: 1, 2: 2}[rank]
     of_expert = 3 * 64 * 32 + (32 + 32) * 2 * 3 + 64 * 1 * 3
     assert counting.told == own * of_expert
     assert work(stacks, ranks).received == counting.received + (4 - own) * of_expert
+    # Of both stacks together it is told once what each has seen.
+    assert work(stacks, ranks).exchanges == counting.exchanges + 2
 
 
 def test_a_plan_has_what_was_asked_for_and_is_no_other_plan(saved):

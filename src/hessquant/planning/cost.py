@@ -24,6 +24,9 @@ _SUM = 4
 _FIGURES = 32
 """Bytes that are gathered per row besides what is quantized: four float64."""
 
+_OF_ROWS, _OF_OBJECTS = 6, 2
+"""Exchanges for a weight's rows: codes, figures, scales and zeros twice; for objects: their sizes, and themselves."""
+
 
 @dataclass(frozen=True)
 class Solve:
@@ -148,13 +151,14 @@ def _of_weights(solve: Solve, job: Job, ranks: Ranks) -> Work:
     size = solve.columns**2
     done = Work(factor=solve.factors * size * solve.columns / 3, elements=(1 + solve.factors) * size)
     if ranks.count > 1:
-        done += Work(received=2 * _from_others(_pieces(solve.columns, ranks), ranks), exchanges=2 + 2)
+        pieces = _pieces(solve.columns, ranks)
+        done += Work(received=2 * _from_others(sum(pieces), ranks), exchanges=2 * len(pieces) + _OF_OBJECTS)
     for rows in solve.rows:
         own = len(range(rows)[ranks.part_of(rows)])
         done += _of_rows(own, solve, job) + Work(weights=rows * solve.columns)
         if ranks.count > 1:
             row = solve.code_bytes + 2 * solve.grid_bytes + _FIGURES
-            done += Work(received=(ranks.count - 1) * ceil(rows / ranks.count) * row, exchanges=6)
+            done += Work(received=(ranks.count - 1) * ceil(rows / ranks.count) * row, exchanges=_OF_ROWS)
     return done
 
 
@@ -168,10 +172,11 @@ def _of_stack(solve: Solve, job: Job, ranks: Ranks) -> Work:
     for rows in solve.rows:
         done += _of_rows(own * rows, solve, job)
     if ranks.count > 1:
-        sent = _pieces(solve.columns, ranks)
+        pieces, sent = _pieces(solve.columns, ranks), sum(_pieces(solve.columns, ranks))
         told = sum(solve.rows) * (solve.code_bytes + solve.grid_bytes)
         received = 2 * _from_others(sent, ranks) + own * (ranks.count - 1) * sent + (solve.experts - own) * told
-        done += Work(received=received, exchanges=2 + 2 + 3 * solve.experts)
+        exchanges = (2 + solve.experts) * len(pieces) + (1 + solve.experts) * _OF_OBJECTS
+        done += Work(received=received, exchanges=exchanges)
     return done
 
 
@@ -198,11 +203,11 @@ def covered(columns: int) -> int:
     return sum((rows.stop - rows.start) * (across.stop - across.start) for rows, across in lower_tiles(0, columns))
 
 
-def _pieces(columns: int, ranks: Ranks) -> int:
-    """Bytes of a sum as it is exchanged: some rows at a time, each piece as wide as its last row's triangle."""
+def _pieces(columns: int, ranks: Ranks) -> list[int]:
+    """Bytes of each piece of a sum as it is exchanged: some rows at a time, as wide as the last one's triangle."""
     height = max(1, PIECE_BYTES // (_SUM * columns))
     tiles = (min(height, columns - start) * min(start + height, columns) for start in range(0, columns, height))
-    return sum(_SUM * ranks.count * ceil(tile / ranks.count) for tile in tiles)
+    return [_SUM * ranks.count * ceil(tile / ranks.count) for tile in tiles]
 
 
 def _from_others(whole: int, ranks: Ranks) -> int:
