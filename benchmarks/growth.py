@@ -1,8 +1,8 @@
 """How the CPU time of each kind of work grows with columns, rows, tokens, layers and experts; the rates of one core.
 
-    python benchmarks/growth.py             # some eight minutes; docs/figures/growth.json and growth.svg are made anew
+    python benchmarks/growth.py             # some eight minutes; docs/figures/growth.json is made anew
     python benchmarks/growth.py --largest 1024 --no-runs      # a minute, for a look
-    python benchmarks/growth.py --from docs/figures/growth.json        # fits and figure of what was measured before
+    python benchmarks/growth.py --from docs/figures/growth.json        # fits of what was measured before
 
 One thread; each point is the least CPU time of a few repetitions, on random numbers. Exponents are slopes of a straight
 line through logarithms, over all points and over the largest three. Rates are those with which the counts of
@@ -12,7 +12,6 @@ runs of random models, timed from the first block to the last.
 
 import argparse
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -63,8 +62,6 @@ THEORY = {
     "run / experts": 1,
 }
 """Exponents that the counts have where their largest term is all."""
-
-COLOURS = ("#0b5cad", "#1a7f37", "#b3261e", "#8a4600", "#6639ba", "#57606a", "#24292f", "#bf3989")
 
 Point = dict[str, Any]
 
@@ -264,51 +261,6 @@ def markdown(points: list[Point], rates: dict[str, float]) -> str:
     return "\n".join(lines)
 
 
-def figure(points: list[Point]) -> str:
-    """The pieces with columns, in logarithms: marks are measurements, lines are what the fitted rates foretell."""
-    rates = fitted(points)
-    series = [name for name in THEORY if name.endswith("/ columns")]
-    shown = [one for one in points if one["series"] in series]
-    width, height, left, low = 760, 420, 70, 370
-    ends = [math.log10(value) for value in (min(one["seconds"] for one in shown), max(one["seconds"] for one in shown))]
-    first, last = math.floor(ends[0]), math.ceil(ends[1])
-
-    def x(columns: float) -> float:
-        return left + 400 * (math.log2(columns) - 8) / 5
-
-    def y(seconds: float) -> float:
-        return low - 340 * (math.log10(seconds) - first) / (last - first)
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        'role="img" font-family="DejaVu Sans, Verdana, sans-serif" font-size="12">',
-        "<title>CPU seconds of each kind of work against columns, one thread</title>",
-        f'<rect x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="6" fill="#fff" stroke="#c4cad1"/>',
-    ]
-    for power in range(first, last + 1):
-        at = y(10**power)
-        parts.append(f'<line x1="{left}" y1="{at:.1f}" x2="{left + 400}" y2="{at:.1f}" stroke="#c4cad1"/>')
-        parts.append(f'<text x="{left - 8}" y="{at + 4:.1f}" text-anchor="end">{10.0**power:g} s</text>')
-    for columns in (256, 512, 1024, 2048, 4096, 8192):
-        parts.append(f'<text x="{x(columns):.1f}" y="{low + 20}" text-anchor="middle">{columns}</text>')
-    parts.append(f'<text x="{left + 200}" y="{low + 38}" text-anchor="middle">columns</text>')
-    slopes = exponents(points)
-    for name, colour in zip(series, COLOURS, strict=True):
-        known = sorted((one for one in shown if one["series"] == name), key=lambda one: int(one["at"]))
-        line = " ".join(f"{x(one['at']):.1f},{y(predicted(one, rates)):.1f}" for one in known)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}"/>')
-        parts += [
-            f'<circle cx="{x(one["at"]):.1f}" cy="{y(one["seconds"]):.1f}" r="3.5" fill="{colour}"/>' for one in known
-        ]
-        at, title = 50 + 34 * series.index(name), name.removesuffix(" / columns")
-        parts.append(f'<circle cx="495" cy="{at - 4}" r="4" fill="{colour}"/><text x="506" y="{at}">{title}</text>')
-        parts.append(
-            f'<text x="506" y="{at + 14}" fill="#57606a" font-size="11">slope {slopes[name][0]:.2f}, largest three '
-            f"{slopes[name][1]:.2f}; theory {THEORY[name]}</text>"
-        )
-    return "\n".join([*parts, "</svg>\n"])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--largest", type=int, default=8192, help="columns")
@@ -331,7 +283,7 @@ def main() -> None:
         }
         told = {"rates": rates, "exponents": slopes, "points": points}
         OUT.joinpath("growth.json").write_text(json.dumps(told, indent=1) + "\n")
-        OUT.joinpath("growth.svg").write_text(figure(points))
+        print(f"{OUT / 'growth.json'} is made anew; its figure is drawn by docs/figures/make.py")
 
 
 if __name__ == "__main__":

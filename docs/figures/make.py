@@ -1,17 +1,20 @@
 """Make the figures of the docs, in plain Python: `python docs/figures/make.py`.
 
 Numbers are those of `docs/how-it-works.md`: its pieces of Python are run first, and the figures are drawn from their
-variables. The rooms of `docs/architecture.md` are those of the contract in pyproject.toml. Every figure has a light
+variables. The rooms of `docs/architecture.md` are those of the contract in pyproject.toml, the growth of
+`docs/scaling.md` that of `growth.json`, which `benchmarks/growth.py` has measured. Every figure has a light
 ground of its own, so that it can be read on a dark page as well.
 """
 
 import contextlib
 import io
+import json
 import math
 import re
 import tomllib
 from collections.abc import Iterator
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -321,7 +324,54 @@ def rooms(_names: dict[str, Any]) -> str:
     return drawing.svg()
 
 
-FIGURES = {"rooms": rooms, "kronecker": kronecker, "two-weights": two_weights, "lattice": lattice, "orders": orders}
+MEASURED = Path(__file__).with_name("growth.json")
+COLOURS = (BLUE, GREEN, RED, "#8a4600", "#6639ba", "#57606a", INK, "#bf3989")
+
+
+def growth(_names: dict[str, Any]) -> str:
+    """CPU time against columns, in logarithms: dots are measured, lines what the fitted rates foretell of them."""
+    known = json.loads(MEASURED.read_text(encoding="utf-8"))
+    series = [name for name in known["exponents"] if name.endswith("/ columns")]
+    drawing, left, low, least = (
+        Drawing(790, 420, "CPU seconds of each kind of work by columns, one thread"),
+        76,
+        370,
+        -4,
+    )
+
+    def place(columns: float, seconds: float) -> tuple[float, float]:
+        return left + 80 * (math.log2(columns) - 8), low - 60 * (math.log10(seconds) - least)
+
+    for power in range(least, 2):
+        drawing.line(place(256, 10**power), place(8192, 10**power), FAINT)
+        drawing.text((left - 8, place(256, 10**power)[1] + 4), f"{10.0**power:g} s", more='text-anchor="end"')
+    for columns in (256, 512, 1024, 2048, 4096, 8192):
+        drawing.text((place(columns, 1)[0], low + 20), str(columns), more='text-anchor="middle"')
+    drawing.text((left + 200, low + 40), "columns", more='text-anchor="middle"')
+    for index, (name, colour) in enumerate(zip(series, COLOURS, strict=True)):
+        points = sorted((one for one in known["points"] if one["series"] == name), key=lambda one: float(one["at"]))
+        told = [sum(count / known["rates"][kind] for kind, count in one["counts"].items()) for one in points]
+        places = [place(one["at"], seconds) for one, seconds in zip(points, told, strict=True)]
+        for start, stop in pairwise(places):
+            drawing.line(start, stop, colour)
+        for one in points:
+            drawing.dot(place(one["at"], one["seconds"]), colour, 3.5)
+        slopes, at = known["exponents"][name], 40 + 38 * index
+        drawing.dot((505, at - 4), colour)
+        drawing.text((516, at), name.removesuffix(" / columns"))
+        said = f"slope {slopes['all']:.2f}, largest three {slopes['largest']:.2f}; theory {slopes['theory']}"
+        drawing.text((516, at + 15), said, "#57606a", 'font-size="11"')
+    return drawing.svg()
+
+
+FIGURES = {
+    "rooms": rooms,
+    "growth": growth,
+    "kronecker": kronecker,
+    "two-weights": two_weights,
+    "lattice": lattice,
+    "orders": orders,
+}
 
 
 if __name__ == "__main__":

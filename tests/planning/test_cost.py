@@ -1,6 +1,7 @@
 """What a run over several processes is said to cost, against counted operations, counted bytes and real shares."""
 
 import json
+import runpy
 from dataclasses import fields, replace
 from itertools import pairwise
 from math import ceil
@@ -27,7 +28,8 @@ from hessquant.core.factor import factorize
 from hessquant.core.hessian import HessianAccumulator, HessianStatistics, hessian
 from hessquant.kernels.dispatch import kernels_for
 from hessquant.place import HOST
-from hessquant.planning.cost import Job, Solve, Work, attention_width, covered, estimate, job_of, own_windows, work
+from hessquant.planning.cost import Job, Solve, Work, covered, estimate, own_windows, work
+from hessquant.planning.job import attention_width, job_of
 from hessquant.planning.plan import make_plan
 from hessquant.planning.rates import ACCELERATOR, CORE
 from hessquant.planning.size import TOKENS_PER_BATCH
@@ -36,6 +38,8 @@ from hessquant.records import GridSpec, TokenWindow
 from hessquant.run.dividing import solve_divided
 from hessquant.run.solve import TargetSolver
 from hessquant.run.way import first_way
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 DIVIDED = ("products", "attention", "sums", "search", "sweep", "loop")
 
@@ -328,9 +332,14 @@ def test_a_plan_has_what_was_asked_for_and_is_no_other_plan(saved):
 
 
 def test_rates_of_a_core_are_those_that_were_fitted():
-    page = Path(__file__).parents[2] / "docs" / "figures" / "growth.json"
-    fitted = json.loads(page.read_text())["rates"]
+    fitted = json.loads((DOCS / "figures" / "growth.json").read_text())["rates"]
     assert {kind: getattr(CORE, kind) for kind in fitted} == pytest.approx(fitted, rel=0.01)
+
+
+def test_the_figure_is_that_of_the_measurements():
+    drawn = runpy.run_path(str(DOCS / "figures" / "make.py"))["growth"]({})
+    assert (DOCS / "figures" / "growth.svg").read_text(encoding="utf-8") == drawn, "run: python docs/figures/make.py"
+    assert "(figures/growth.svg)" in (DOCS / "scaling.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")

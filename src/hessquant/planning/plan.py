@@ -22,8 +22,9 @@ from hessquant.models.source import ModelSource
 from hessquant.models.structure import block_of
 from hessquant.place import device_memory
 from hessquant.planning.composition import PlannedCheckpoint
-from hessquant.planning.cost import attention_width, estimate, job_of
+from hessquant.planning.cost import estimate
 from hessquant.planning.expert_load import expert_load
+from hessquant.planning.job import attention_width, job_of
 from hessquant.planning.patterns import weight_pattern
 from hessquant.planning.rates import ACCELERATOR, CORE
 from hessquant.planning.servers import tensor_parallel, untried, verdicts

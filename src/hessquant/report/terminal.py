@@ -222,7 +222,7 @@ def _cost_facts(cost: RunCost) -> Table:
         (
             "Speed-up",
             f"{cost.speed_up:.1f} times one process, which takes {format_seconds(cost.seconds_of_one)}; "
-            f"no number of processes makes it {cost.limit:.1f}"
+            f"no number of them makes it {cost.limit:.1f} times"
             if several
             else f"no number of processes makes it {cost.limit:.1f} times as fast",
         ),
