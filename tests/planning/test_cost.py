@@ -192,6 +192,20 @@ def test_products_of_a_forward_pass_are_those_that_torch_counts(saved):
     assert of_attention == 2 * work(job, ALONE).attention
 
 
+def test_shapes_of_the_simulation_are_those_of_a_plan(saved):
+    made = runpy.run_path(str(DOCS.parent / "benchmarks" / "scaling_model.py"))
+    simulated = made["job"](made["llama"](2, 64, 96, 32, 97), 1)
+    _, job = plan_of(saved, LlamaConfig(**BASE, intermediate_size=96), Config(group_size=32))
+    told = [(one.windows, one.length, one.products, one.attention, one.written) for one in (simulated, job)]
+    assert told[0] == told[1]
+    first, second = (
+        {(one.columns, one.rows, one.scales): count for one, count in of.solves} for of in (simulated, job)
+    )
+    assert first == second
+    # 2 bytes for each: blocks, embeddings and head.
+    assert simulated.source_bytes == 2 * (job.written + 2 * 64 * 97)
+
+
 def test_experts_run_twice_and_see_their_share_of_the_tokens(saved):
     shape = Qwen3MoeConfig(**BASE, **EXPERTS, intermediate_size=96)
     settings = Config(group_size=32, window_length=8, num_windows=3)

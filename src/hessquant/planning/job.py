@@ -1,15 +1,40 @@
-"""A plan as a job in numbers, whose cost `planning.cost` counts."""
+"""A plan as a job in numbers, whose work `planning.cost` counts, and what a run of it costs."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 from hessquant.config import LONGEST_DEFAULT_WINDOW, Config
 from hessquant.core.grid import scale_dtype, scale_factors
-from hessquant.planning.cost import Job, Solve
-from hessquant.records import Plan, Target
+from hessquant.planning.cost import Job, Solve, estimate
+from hessquant.planning.rates import ACCELERATOR, CORE
+from hessquant.planning.size import Sizes, tokens_per_batch
+from hessquant.records import Plan, RunCost, Target
+
+
+def run_cost(plan: Plan, sizes: Sizes, config: Config, described: Any, processes: int) -> RunCost:
+    """What a run over so many processes takes, each on a core or an accelerator of its own.
+
+    Args:
+        plan: The plan.
+        sizes: What its memory is made of.
+        config: Its settings, the window length resolved.
+        described: The model's config.
+        processes: 1 or more.
+    """
+    share = replace(config, num_windows=ceil(config.num_windows / processes))
+    job = job_of(
+        plan,
+        config,
+        windows_per_batch=max(1, tokens_per_batch(sizes.place) // (config.window_length or LONGEST_DEFAULT_WINDOW)),
+        passes=sizes.capture(share) == "passes",
+        attention_width=attention_width(described, plan.hidden_size),
+    )
+    on_host = sizes.place.is_host
+    memory_bytes = sizes.memory(share) if on_host else sizes.device_memory(share)
+    return estimate(job, CORE if on_host else ACCELERATOR, processes, memory_bytes)
 
 
 def job_of(plan: Plan, config: Config, *, windows_per_batch: int, passes: bool, attention_width: int) -> Job:

@@ -4,12 +4,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
-from math import ceil
 
 from torch import Tensor
 
 from hessquant import memory
-from hessquant.config import LONGEST_DEFAULT_WINDOW, Config
+from hessquant.config import Config
 from hessquant.errors import PlanError, SourceError
 from hessquant.formats import DIALECTS, OUTPUTS, READABLE
 from hessquant.formats.described import description_of
@@ -22,19 +21,17 @@ from hessquant.models.source import ModelSource
 from hessquant.models.structure import block_of
 from hessquant.place import device_memory
 from hessquant.planning.composition import PlannedCheckpoint
-from hessquant.planning.cost import estimate
 from hessquant.planning.expert_load import expert_load
-from hessquant.planning.job import attention_width, job_of
+from hessquant.planning.job import run_cost
 from hessquant.planning.patterns import weight_pattern
-from hessquant.planning.rates import ACCELERATOR, CORE
 from hessquant.planning.servers import tensor_parallel, untried, verdicts
 from hessquant.planning.serving import refuse_unserved
 from hessquant.planning.settings import assign_settings, refuse_format
-from hessquant.planning.size import Sizes, bits_per_weight, find_remedies, least_bytes, tokens_per_batch
+from hessquant.planning.size import Sizes, bits_per_weight, find_remedies, least_bytes
 from hessquant.planning.targets import head_product, known_names, select_targets
 from hessquant.planning.unbuilt import is_built, unbuilt_product
 from hessquant.planning.untouched import is_end, left_alone, namesakes, refuse_unquantized
-from hessquant.records import FLOATING, PLAIN, GridSpec, Plan, RunCost, SourceForm, Target, TensorInfo, Untouched
+from hessquant.records import FLOATING, PLAIN, GridSpec, Plan, SourceForm, Target, TensorInfo, Untouched
 
 _WAY_OUT = (
     "start from the original 16-bit model, or dequantize it first with the tool that quantized it (for FP8 weights: "
@@ -99,23 +96,7 @@ def make_plan(
         device_memory=device_memory(source.device),
         expert_load=expert_load(plan.targets, probed.routed, probed.blocks, config),
     )
-    return plan if processes is None else replace(plan, cost=_cost(plan, sizes, config, source, processes))
-
-
-def _cost(plan: Plan, sizes: Sizes, config: Config, source: ModelSource, processes: int) -> RunCost:
-    """What a run over so many processes takes, each on cores or an accelerator of its own."""
-    share = replace(config, num_windows=ceil(config.num_windows / processes))
-    length = config.window_length or LONGEST_DEFAULT_WINDOW
-    job = job_of(
-        plan,
-        config,
-        windows_per_batch=max(1, tokens_per_batch(source.place) // length),
-        passes=sizes.capture(share) == "passes",
-        attention_width=attention_width(source.config, plan.hidden_size),
-    )
-    on_host = source.place.is_host
-    memory_bytes = sizes.memory(share) if on_host else sizes.device_memory(share)
-    return estimate(job, CORE if on_host else ACCELERATOR, processes, memory_bytes)
+    return plan if processes is None else replace(plan, cost=run_cost(plan, sizes, config, source.config, processes))
 
 
 def plan_export(
