@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hessquant.checkpoint.dequantized import DequantizedView, at_once, copied_dtype
-from hessquant.checkpoint.header import read_json, size_of
+from hessquant.checkpoint.header import DTYPES, read_json, size_of
 from hessquant.checkpoint.reader import CONFIG_FILE
 from hessquant.errors import SourceError
 from hessquant.models.gguf import GgufIndex
@@ -169,6 +169,19 @@ class GgufCheckpoint(DequantizedView):
         values = torch.empty(weight.shape)
         for number in range(weight.shape[0]):
             values[number] = self._made(weight, number)[0]
+        return values
+
+    def read(self, name: str) -> Tensor:
+        """One weight in the dtype that `tensors` says.
+
+        Raises:
+            SourceError: As `decode`.
+        """
+        info = self.tensors[name]
+        values, start = torch.empty(info.shape, dtype=DTYPES[info.dtype]), 0
+        for piece in self.chunks(name, PIECE_BYTES):
+            values[start : start + len(piece)] = piece
+            start += len(piece)
         return values
 
     def chunks(self, name: str, most_bytes: int) -> Iterator[Tensor]:

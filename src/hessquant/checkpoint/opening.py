@@ -1,6 +1,7 @@
 """Which view of a checkpoint shows the tensors of its model in 16 bit: by how its config says that they are stored."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ _FORMS = float8.read_form, mxfp4.read_form
 _OF_MODELOPT = ("F8_E4M3", "U8")
 
 
-def open_files(directory: Path) -> CheckpointReader | GgufFile:
+def open_files(directory: Path) -> AbstractContextManager[StoredFiles]:
     """The files of weights of a model: those in its directory, or the GGUF file that the directory describes.
 
     Raises:

@@ -16,11 +16,10 @@ from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass, replace
 from io import BufferedReader
 from pathlib import Path
+from typing import Any
 
 import torch
-from gguf import GGUFReader
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint, read_field
+from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from hessquant.errors import SourceError
 from hessquant.models.gguf_header import Header, StoredTensor, numbered_block, read_header
@@ -149,7 +148,9 @@ def _describe(file: Path, directory: Path) -> None:
             f"{file.name} is one of several files that hold one model; make one of them with llama.cpp's "
             "llama-gguf-split --merge FIRST-FILE WHOLE-FILE"
         )
-    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    # In two steps what AutoConfig does in one: the processors want these settings as well, which take seconds to read.
+    settings, _ = PreTrainedConfig.get_config_dict(file.parent, gguf_file=file.name)
+    config = CONFIG_MAPPING[settings["model_type"]].from_dict(dict(settings))
     layers = config.get_text_config().num_hidden_layers
     if layers > header.blocks:
         raise SourceError(
@@ -163,7 +164,7 @@ def _describe(file: Path, directory: Path) -> None:
     model.tie_weights()
     try:
         with open_unchanged(file, stamp) as stream:
-            index = _index(file, stamp, header, model, stream)
+            index = _index(file, stamp, header, model, settings, stream)
             fits = _fits_float16(index, header, stream)
     except SourceError as error:
         raise SourceError(f"{file.name}: {error}. {_ADVICE}") from error
@@ -175,7 +176,14 @@ def _describe(file: Path, directory: Path) -> None:
     index.write(directory / INDEX_FILE)
 
 
-def _index(file: Path, stamp: Stamp, header: Header, model: PreTrainedModel, stream: BufferedReader) -> GgufIndex:
+def _index(
+    file: Path,
+    stamp: Stamp,
+    header: Header,
+    model: PreTrainedModel,
+    settings: Mapping[str, Any],
+    stream: BufferedReader,
+) -> GgufIndex:
     """What the file's tensors make of the model.
 
     Raises:
@@ -184,9 +192,7 @@ def _index(file: Path, stamp: Stamp, header: Header, model: PreTrainedModel, str
     tensors = header.tensors
     refuse_kinds(tensors.values())
     _refuse_scaling(header.rope_scaling, model.config)
-    parsed = load_gguf_checkpoint(str(file))  # type: ignore[no-untyped-call]
-    architecture = read_field(GGUFReader(file), "general.architecture")[0]  # type: ignore[no-untyped-call]
-    maker = Maker.of(model, architecture, parsed["config"])
+    maker = Maker.of(model, header.architecture, settings)
     made, unused = made_weights(maker, tensors)
     first = {name: names[0] for names in _names(model) for name in names}
     weights: dict[str, MadeWeight] = {}

@@ -19,7 +19,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _BLOCK = re.compile(r"(?:^|\.)blk\.(\d+)\.")
 
 
-_SPLIT, _SCALING = "split.count", ".rope.scaling.type"
+_ARCHITECTURE, _SPLIT, _SCALING = "general.architecture", "split.count", ".rope.scaling.type"
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,14 @@ class Header:
         tensors: By name, in the order of the file.
         blocks: Blocks that there are tensors of.
         parts: Files that the model is split over.
+        architecture: What it names itself; empty if nothing.
         rope_scaling: How it says that positions are scaled, such as "yarn"; empty if it says nothing of that.
     """
 
     tensors: Mapping[str, StoredTensor]
     blocks: int
     parts: int
+    architecture: str
     rope_scaling: str
 
 
@@ -98,13 +100,13 @@ class _Walk:
             raise ValueError("it does not begin as one of version 2 or 3")
         tensor_count, setting_count = self._number("Q"), self._number("Q")
         numbers: dict[str, int] = {"general.alignment": 32}
-        scaling = ""
+        words: dict[str, str] = {}
         for _ in range(setting_count):
             name, value = self._string(), self._value(self._number("I"))
             if isinstance(value, int):
                 numbers[name] = value
-            elif name.endswith(_SCALING) and isinstance(value, str):
-                scaling = value
+            elif isinstance(value, str):
+                words[name] = value
         # Of each, the byte that its data begin at is counted from the beginning of all data, which is not known yet.
         described = [self._tensor() for _ in range(tensor_count)]
         alignment = max(1, numbers["general.alignment"])
@@ -122,7 +124,8 @@ class _Walk:
         for name, count in numbers.items() if parts <= 1 else ():
             if name.endswith(".block_count") and count > blocks:
                 raise ValueError(f"its {name} is {count}, but it holds tensors of {blocks} blocks")
-        return Header(tensors, blocks, parts, scaling)
+        architecture = words.get(_ARCHITECTURE, "")
+        return Header(tensors, blocks, parts, architecture, words.get(f"{architecture}{_SCALING}", ""))
 
     def _tensor(self) -> StoredTensor:
         """The next tensor; its data begin at a byte counted from the beginning of all data."""

@@ -54,7 +54,7 @@ class Maker:
     @classmethod
     def of(cls, model: PreTrainedModel, architecture: str, settings: Mapping[str, Any]) -> "Maker":
         """That of a model, whose parameters need no values."""
-        keys = get_gguf_hf_weights_map(model, _processor(architecture, settings))  # type: ignore[no-untyped-call]
+        keys = get_gguf_hf_weights_map(model, _processor(architecture, settings))
         return cls(architecture, settings, keys)
 
     def make(self, parts: Iterable[tuple[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -69,7 +69,7 @@ class Maker:
         together: dict[str, dict[str, Any]] = {"tensors": {}}
         made: dict[str, np.ndarray] = {}
         for name, values in parts:
-            result = self._processor.process(
+            result = self._processor.process(  # type: ignore[no-untyped-call]
                 weights=values, name=name, tensor_key_mapping=self.keys, parsed_parameters=together
             )
             if result.name in self.keys:
@@ -91,7 +91,7 @@ class Maker:
 
 
 def _processor(architecture: str, settings: Mapping[str, Any]) -> TensorProcessor:
-    return TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=dict(settings))
+    return TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=dict(settings))  # type: ignore[no-untyped-call]
 
 
 def made_weights(maker: Maker, tensors: Mapping[str, StoredTensor]) -> tuple[list[MadeWeight], list[str]]:
