@@ -85,10 +85,9 @@ def tensors_of(model, architecture):
             tensors |= {f"{block}.ffn_{part}_exps.weight": np.ascontiguousarray(each) for part, each in parts.items()}
             continue
         stem, _, suffix = name.rpartition(".")
-        own = names.get_name(stem)
-        if own is None:
-            stem, suffix = name, ""
-            own = names.get_name(name)
+        # Bloom is converted as its inner model.
+        tried = ((stem, suffix), (name, ""), (stem.removeprefix("transformer."), suffix))
+        own, suffix = next((names.get_name(each), rest) for each, rest in tried if names.get_name(each))
         tensors[f"{own}.{suffix}".rstrip(".")] = np.ascontiguousarray(_TURNED[architecture](own, suffix, values, config))
     return tensors
 
