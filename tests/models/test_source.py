@@ -69,7 +69,7 @@ def test_demo_is_found_without_importing_its_package(tmp_path, monkeypatch):
     converted = tmp_path / "converted"
     converted.mkdir()
     (converted / "config.json").touch()
-    monkeypatch.setattr(sources, "converted", lambda file: converted if file == package / "weights.gguf" else None)
+    monkeypatch.setattr(sources, "describe", lambda file: converted if file == package / "weights.gguf" else None)
     assert resolve("demo") == ModelSource("demo", converted)
 
 
