@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.integrations import GGUF_CONFIG_MAPPING
 
-VOCABULARY = ["<s>", "</s>", *(chr(code) for code in range(97, 97 + 26)), "ab", "\u0120", "bc", "de"]
+VOCABULARY = ["<|endoftext|>", "</s>", *(chr(code) for code in range(97, 97 + 26)), "ab", "\u0120", "bc", "de"]
 WORDS = len(VOCABULARY)
 
 

@@ -94,7 +94,7 @@ class GgufFile(AbstractContextManager["GgufFile"]):
         """
         entry = self.entries[name]
         for start in range(0, entry.rows, rows):
-            with open_unchanged(self.index.file, self.index.stamp) as stream:
+            with open_unchanged(self.index.file, self.index.stamp, name) as stream:
                 content = read_rows(stream, entry, start, min(start + rows, entry.rows))
             yield torch.from_numpy(content)
 
@@ -104,7 +104,7 @@ class GgufFile(AbstractContextManager["GgufFile"]):
         Raises:
             SourceError: As `read`.
         """
-        with open_unchanged(self.index.file, self.index.stamp) as stream:
+        with open_unchanged(self.index.file, self.index.stamp, name) as stream:
             return values_of(stream, self.entries[name], start, stop)
 
     def warm(self, names: Iterable[str], stopped: Callable[[], bool]) -> None:

@@ -43,8 +43,13 @@ class Stamp:
 
 
 @contextmanager
-def open_unchanged(file: Path, stamp: Stamp) -> Iterator[BufferedReader]:
+def open_unchanged(file: Path, stamp: Stamp, tensor: str = "") -> Iterator[BufferedReader]:
     """A file open for reading, if it is still the same one.
+
+    Args:
+        file: The file.
+        stamp: What it was.
+        tensor: What is read of it; empty for more than one.
 
     Raises:
         SourceError: If it is not, or cannot be read, or a read inside fails.
@@ -56,8 +61,9 @@ def open_unchanged(file: Path, stamp: Stamp) -> Iterator[BufferedReader]:
                     f"{file.name} has changed since its header was read; begin again with the file as it is"
                 )
             yield stream
-    except OSError as error:
-        raise SourceError(f"{file.name} cannot be read: {error}") from error
+    except (OSError, MemoryError) as error:
+        what, why = f": tensor {tensor}" if tensor else "", str(error) or type(error).__name__
+        raise SourceError(f"{file.name}{what} cannot be read: {why}") from error
 
 
 def read_rows(stream: BufferedReader, tensor: StoredTensor, start: int, stop: int) -> np.ndarray:
@@ -70,7 +76,7 @@ def read_rows(stream: BufferedReader, tensor: StoredTensor, start: int, stop: in
     content = np.empty((stop - start, width), dtype=np.uint8)
     stream.seek(tensor.begin + start * width)
     if stream.readinto(content.data) != content.nbytes:
-        raise OSError(f"it ends in the midst of tensor {tensor.name}")
+        raise OSError("the file ends in the midst of it")
     return content
 
 
