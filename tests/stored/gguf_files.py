@@ -81,14 +81,20 @@ def tensors_of(model, architecture):
         stack = re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj", name)
         if stack:
             block = f"blk.{stack[1]}"
-            parts = {"down": values} if stack[2] == "down" else dict(zip(("gate", "up"), np.split(values, 2, axis=1)))
+            parts = (
+                {"down": values}
+                if stack[2] == "down"
+                else dict(zip(("gate", "up"), np.split(values, 2, axis=1), strict=True))
+            )
             tensors |= {f"{block}.ffn_{part}_exps.weight": np.ascontiguousarray(each) for part, each in parts.items()}
             continue
         stem, _, suffix = name.rpartition(".")
         # Bloom is converted as its inner model.
         tried = ((stem, suffix), (name, ""), (stem.removeprefix("transformer."), suffix))
         own, suffix = next((names.get_name(each), rest) for each, rest in tried if names.get_name(each))
-        tensors[f"{own}.{suffix}".rstrip(".")] = np.ascontiguousarray(_TURNED[architecture](own, suffix, values, config))
+        tensors[f"{own}.{suffix}".rstrip(".")] = np.ascontiguousarray(
+            _TURNED[architecture](own, suffix, values, config)
+        )
     return tensors
 
 

@@ -22,6 +22,7 @@ from transformers import (
     StableLmConfig,
     Starcoder2Config,
 )
+from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
 
 from hessquant.checkpoint.opening import open_files
 from hessquant.models.source import resolve
@@ -82,6 +83,11 @@ def test_weights_and_logits_are_those_that_transformers_reads(model_file, name):
     source = resolve(str(file))
     ids = torch.randint(0, WORDS, (2, 12), generator=torch.Generator().manual_seed(0))
     with open_files(source.directory) as files, torch.no_grad():
+        # Of the modules within modules transformers has no further names for these tensors.
+        every = get_gguf_hf_weights_map(theirs, TensorProcessor())
+        assert {key: every[key] for key in files.tensors if key in every} == {
+            key: files.index.maker.keys[key] for key in files.tensors if key in files.index.maker.keys
+        }
         streamed, _ = stream_checkpoint(source, files)
         streamed.load(list(streamed.model.state_dict()))
         values = streamed.model.state_dict()
