@@ -30,6 +30,7 @@ SHAPES = {
     "blk.0.ffn_down": (HIDDEN, INNER),
     "output_norm": (HIDDEN,),
 }
+BLOCKS = {"blk.0.ffn_gate": gguf.GGMLQuantizationType.Q8_0, "blk.0.ffn_up": gguf.GGMLQuantizationType.Q4_0}
 NUMBERS = st.sampled_from([0, 1, 2, 4, 31, 1 << 16, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 60, 1 << 63, (1 << 64) - 1])
 
 
@@ -54,7 +55,9 @@ def sound(tmp_path_factory):
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     for name, shape in SHAPES.items():
-        writer.add_tensor(f"{name}.weight", np.ones(shape, dtype=np.float16 if len(shape) > 1 else np.float32))
+        values, kind = np.ones(shape, dtype=np.float16 if len(shape) > 1 else np.float32), BLOCKS.get(name)
+        stored = values if kind is None else gguf.quantize(values.astype(np.float32), kind)
+        writer.add_tensor(f"{name}.weight", stored, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -211,6 +214,27 @@ def test_a_file_that_was_cut_off_is_refused_by_its_last_tensor(convert, sound, c
 @pytest.mark.parametrize("size", [0, 3, 4, 8, 20, 24, 30, 200, 700])
 def test_a_header_that_was_cut_off_is_refused(convert, sound, size):
     assert "is not a whole GGUF file" in convert(sound[0][:size])
+
+
+def test_a_tensor_that_is_there_twice_is_refused(convert, sound):
+    content = sound[0].replace(b"blk.0.attn_k.weight", b"blk.0.attn_v.weight")
+    assert "tensor blk.0.attn_v.weight is in it twice" in convert(content)
+
+
+def test_rows_that_are_no_whole_blocks_and_tensors_without_values_are_refused(convert, sound):
+    place = sound[0].index(b"blk.0.ffn_up.weight") + len("blk.0.ffn_up.weight") + 4
+    for claimed, message in ((33, "rows of 33 values, which are no whole blocks of 32"), (0, "holds no values")):
+        content = bytearray(sound[0])
+        struct.pack_into("<Q", content, place, claimed)
+        assert message in convert(bytes(content))
+
+
+def test_values_that_are_no_numbers_are_read_as_they_are(convert, sound):
+    # It is for the audit to refuse them, with the tensor's name.
+    for octets in (b"\xff\xff", b"\x00\x7c"):
+        begin = sound[1] + 200
+        content = sound[0][:begin] + octets * ((len(sound[0]) - begin) // 2)
+        assert convert(content.ljust(len(sound[0]), b"\0")) == ""
 
 
 def test_a_default_of_more_blocks_than_there_are_is_refused(convert, sound):

@@ -16,13 +16,13 @@ from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass, replace
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from hessquant.errors import SourceError
-from hessquant.models.gguf_header import Header, StoredTensor, numbered_block, read_header
+from hessquant.models.gguf_header import Header, numbered_block, read_header
 from hessquant.models.gguf_values import Stamp, fits_float16, open_unchanged, refuse_kinds, values_of
 from hessquant.models.gguf_weights import MadeWeight, Maker, made_weights
 from hessquant.models.library import from_config, reason, refusing
@@ -204,9 +204,12 @@ def _index(
             left |= dict.fromkeys(weight.parts, f"tied to {name}")
         else:
             weights[name] = replace(weight, name=name)
-    unknown = [name for name in unused if not _is_ones(tensors[name], stream)]
-    _refuse_unfit(weights, first, unknown, model)
-    left |= dict.fromkeys(unused, "factors of the rotary embedding, which are all 1")
+    rotary = {name for name in unused if _ROTARY.search(name)}
+    _refuse_unfit(weights, first, [name for name in unused if name not in rotary], model)
+    for name in rotary:
+        if not (values_of(stream, tensors[name], 0, tensors[name].rows) == 1).all():
+            _refuse_positions(name)
+    left |= dict.fromkeys(sorted(rotary), "factors of the rotary embedding, which are all 1")
     return GgufIndex(file.resolve(), stamp, maker, tuple(weights.values()), left)
 
 
@@ -235,16 +238,16 @@ def _refuse_unfit(
             )
 
 
-def _is_ones(tensor: StoredTensor, stream: BufferedReader) -> bool:
-    """Whether a tensor is factors of the rotary embedding that change nothing."""
-    factors = _ROTARY.search(tensor.name) is not None and len(tensor.shape) == 1
-    return factors and bool((values_of(stream, tensor, 0, 1) == 1).all())
-
-
 def _refuse_scaling(stated: str, config: PreTrainedConfig) -> None:
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     if stated not in ("", "none") and rope.get("rope_type", "default") == "default":
-        raise SourceError(f"it scales positions ({stated}), which transformers does not read from such a file")
+        _refuse_positions(f"rope.scaling.type, which is {stated},")
+
+
+def _refuse_positions(what: str) -> NoReturn:
+    raise SourceError(
+        f"{what} changes what positions are to the model, and transformers does not read that from a file"
+    )
 
 
 def _fits_float16(index: GgufIndex, header: Header, stream: BufferedReader) -> bool:

@@ -202,7 +202,9 @@ def resolve(name: str, *, trust_remote_code: bool = False) -> ModelSource:
     except (OSError, RuntimeError) as error:  # too long a name, a folder that may not be entered, no such `~user`
         raise SourceError(f"{name}: cannot be looked up: {error}") from error
     if not described:
-        raise SourceError(f"{name}: no {_CONFIG_FILE} in {directory}; name a directory in Hugging Face layout")
+        files = sorted(file.name for file in directory.glob("*.gguf"))
+        advice = f"one of its .gguf files, such as {files[0]}" if files else "a directory in Hugging Face layout"
+        raise SourceError(f"{name}: no {_CONFIG_FILE} in {directory}; name {advice}")
     return ModelSource(name, directory, trust_remote_code)
 
 
