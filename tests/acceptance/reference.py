@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hessquant.checkpoint.reader import CheckpointReader
+from hessquant.checkpoint.opening import open_files
 from hessquant.checkpoint.unpacked import quantization_of
 from hessquant.formats import dialect_of
 from hessquant.models.source import resolve
@@ -106,7 +106,7 @@ def measure(checkpoint: Path, texts: list[list[int]], *, embed: bool) -> dict:
     """
     computed = _embeddings if embed else _logprobs
     source = resolve(str(checkpoint))
-    with CheckpointReader(source.directory) as reader:
+    with open_files(source.directory) as reader:
         described = quantization_of(reader.config)
         quantized = set(dialect_of(described).modules(reader.tensors)) if described is not None else set()
         streamed, _ = stream_checkpoint(source, reader)

@@ -19,6 +19,8 @@ from reference import PASSAGE
 from safetensors.torch import load_file, save_file
 
 from hessquant import cli
+from hessquant.checkpoint.opening import open_files, weights_of
+from hessquant.models.gguf import INDEX_FILE
 from hessquant.models.source import resolve
 
 LAYERS = 4
@@ -132,10 +134,12 @@ def source_model(name: str, work: Path) -> Path:
     """
     if name == "minilm":
         return _packaged_encoder()
-    whole = resolve("demo").directory
     directory = work / "sources" / name
-    if name == "full" or (directory / "config.json").exists():
-        return whole if name == "full" else directory
+    if (directory / "config.json").exists():
+        return directory
+    if name == "full":
+        return _demo_in_float16(directory)
+    whole = source_model("full", work)
     draft = directory.with_name(f"{name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     if name in mixtures.MIXTURES:
@@ -160,6 +164,18 @@ def source_model(name: str, work: Path) -> Path:
     (draft / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     draft.rename(directory)
     return directory
+
+
+def _demo_in_float16(directory: Path) -> Path:
+    """The demo model in float16, for tools that read no GGUF."""
+    described, draft = resolve("demo").directory, directory.with_name(f"{directory.name}.draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    shutil.copytree(described, draft, ignore=shutil.ignore_patterns(INDEX_FILE))
+    with open_files(described) as files:
+        weights = weights_of(files)
+        tensors = {name: weights.read(name) for name in weights.tensors}
+    save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
+    return draft.rename(directory)
 
 
 def _packaged_encoder() -> Path:

@@ -1,4 +1,4 @@
-"""Whatever the bytes of a GGUF file are, it is converted or refused, at once and without memory for what is claimed."""
+"""Whatever the bytes of a GGUF file are, it is read or refused, at once and without memory for what is claimed."""
 
 import struct
 from collections import Counter
@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.hostile.damage import bounded, fuzz, tree
 
+from hessquant.checkpoint.opening import open_files, weights_of
 from hessquant.errors import SourceError
 from hessquant.models import gguf as conversion
 from hessquant.models.source import resolve
@@ -29,6 +30,7 @@ SHAPES = {
     "blk.0.ffn_down": (HIDDEN, INNER),
     "output_norm": (HIDDEN,),
 }
+BLOCKS = {"blk.0.ffn_gate": gguf.GGMLQuantizationType.Q8_0, "blk.0.ffn_up": gguf.GGMLQuantizationType.Q4_0}
 NUMBERS = st.sampled_from([0, 1, 2, 4, 31, 1 << 16, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 60, 1 << 63, (1 << 64) - 1])
 
 
@@ -53,7 +55,9 @@ def sound(tmp_path_factory):
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     for name, shape in SHAPES.items():
-        writer.add_tensor(f"{name}.weight", np.ones(shape, dtype=np.float16 if len(shape) > 1 else np.float32))
+        values, kind = np.ones(shape, dtype=np.float16 if len(shape) > 1 else np.float32), BLOCKS.get(name)
+        stored = values if kind is None else gguf.quantize(values.astype(np.float32), kind)
+        writer.add_tensor(f"{name}.weight", stored, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -68,13 +72,19 @@ def convert(tmp_path, monkeypatch):
     numbers = iter(range(1 << 20))
 
     def apply(content, seconds=20, more_bytes=1 << 30):
-        """The refusal; empty if the file was converted."""
+        """The refusal; empty if the file was described, and all that it says is there can be read."""
         file, message = tmp_path / f"{next(numbers)}.gguf", ""
         file.write_bytes(content)
         before = tree(tmp_path)
         with bounded(seconds, more_bytes):
             try:
-                resolve(str(file))
+                source = resolve(str(file))
+                with open_files(source.directory) as files:
+                    weights = weights_of(files)
+                    for name, info in weights.tensors.items():
+                        assert weights.decode(name).shape == info.shape
+                    for name in files.tensors:
+                        assert sum(len(piece) for piece in files.chunks(name, 100)) == files.entries[name].rows
             except SourceError as error:
                 message = str(error)
         if message:
@@ -92,7 +102,7 @@ def test_the_file_that_is_changed_is_sound(convert, sound):
 
 @fuzz(120)
 @given(st.data())
-def test_headers_with_bytes_changed_are_converted_or_refused(convert, sound, data):
+def test_headers_with_bytes_changed_are_read_or_refused(convert, sound, data):
     content, end = bytearray(sound[0]), sound[1]
     for _ in range(data.draw(st.integers(1, 2))):
         place, other = data.draw(st.integers(0, end)), data.draw(st.integers(0, end))
@@ -161,7 +171,7 @@ def fields(content):
 
 @fuzz(120)
 @given(st.data())
-def test_headers_with_numbers_changed_are_converted_or_refused(convert, sound, data):
+def test_headers_with_numbers_changed_are_read_or_refused(convert, sound, data):
     content = bytearray(sound[0])
     for _ in range(data.draw(st.integers(1, 2))):
         place, code, _ = data.draw(st.sampled_from(fields(sound[0])))
@@ -184,7 +194,7 @@ def test_what_is_only_claimed_is_never_looked_for(convert, sound, claimed, monke
     def reached(*_, **__):
         pytest.fail("handed on to the library")
 
-    monkeypatch.setattr(conversion.AutoConfig, "from_pretrained", reached)
+    monkeypatch.setattr(conversion.PreTrainedConfig, "get_config_dict", reached)
     tried = 0
     for what, place, code in claims(sound[0]):
         content = bytearray(sound[0])
@@ -204,6 +214,27 @@ def test_a_file_that_was_cut_off_is_refused_by_its_last_tensor(convert, sound, c
 @pytest.mark.parametrize("size", [0, 3, 4, 8, 20, 24, 30, 200, 700])
 def test_a_header_that_was_cut_off_is_refused(convert, sound, size):
     assert "is not a whole GGUF file" in convert(sound[0][:size])
+
+
+def test_a_tensor_that_is_there_twice_is_refused(convert, sound):
+    content = sound[0].replace(b"blk.0.attn_k.weight", b"blk.0.attn_v.weight")
+    assert "tensor blk.0.attn_v.weight is in it twice" in convert(content)
+
+
+def test_rows_that_are_no_whole_blocks_and_tensors_without_values_are_refused(convert, sound):
+    place = sound[0].index(b"blk.0.ffn_up.weight") + len("blk.0.ffn_up.weight") + 4
+    for claimed, message in ((33, "rows of 33 values, which are no whole blocks of 32"), (0, "holds no values")):
+        content = bytearray(sound[0])
+        struct.pack_into("<Q", content, place, claimed)
+        assert message in convert(bytes(content))
+
+
+def test_values_that_are_no_numbers_are_read_as_they_are(convert, sound):
+    # It is for the audit to refuse them, with the tensor's name.
+    for octets in (b"\xff\xff", b"\x00\x7c"):
+        begin = sound[1] + 200
+        content = sound[0][:begin] + octets * ((len(sound[0]) - begin) // 2)
+        assert convert(content.ljust(len(sound[0]), b"\0")) == ""
 
 
 def test_a_default_of_more_blocks_than_there_are_is_refused(convert, sound):

@@ -1,14 +1,19 @@
+"""What is kept of a `.gguf` file: a directory that describes it, made once, with no weights in it."""
+
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
-from benchmarks.loading import build
-from safetensors.torch import load_file
+from benchmarks.loading import load_model
 
+from hessquant.checkpoint.opening import open_files, weights_of
 from hessquant.errors import SourceError
-from hessquant.models import gguf as conversion
+from hessquant.models import gguf as description
 from hessquant.models.source import resolve
+
+INDEX = "model.gguf.index.json"
 
 
 @pytest.fixture(autouse=True)
@@ -17,23 +22,31 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def test_converted_weights_are_the_files_weights_in_float16(make_gguf):
+def weights_in(file):
+    """All weights of a file, as they are read."""
+    with open_files(resolve(str(file)).directory) as files:
+        weights = weights_of(files)
+        return {name: weights.decode(name) for name in weights.tensors}
+
+
+def test_weights_are_the_files_own_in_float32(make_gguf):
     file, tensors = make_gguf()
-    state = load_file(resolve(str(file)).directory / "model.safetensors")
-    assert {tensor.dtype for tensor in state.values()} == {torch.float16}
-    down = torch.from_numpy(tensors["blk.0.ffn_down.weight"]).half()
+    state = weights_in(file)
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+    down = torch.from_numpy(tensors["blk.0.ffn_down.weight"])
     assert torch.equal(state["model.layers.0.mlp.down_proj.weight"], down)
-    # llama.cpp interleaves the rotary halves of q and k; the conversion must undo that.
-    heads = torch.from_numpy(tensors["blk.0.attn_q.weight"]).half().reshape(2, 8, 2, 32)
+    # llama.cpp interleaves the rotary halves of q and k; that must be undone.
+    heads = torch.from_numpy(tensors["blk.0.attn_q.weight"]).reshape(2, 8, 2, 32)
     assert torch.equal(state["model.layers.0.self_attn.q_proj.weight"], heads.transpose(1, 2).reshape(32, 32))
     assert "lm_head.weight" not in state
 
 
-def test_values_beyond_float16_are_kept_in_float32(make_gguf):
-    file, tensors = make_gguf(scale=1e5)
-    state = load_file(resolve(str(file)).directory / "model.safetensors")
-    down = torch.from_numpy(tensors["blk.0.ffn_down.weight"])
-    assert torch.equal(state["model.layers.0.mlp.down_proj.weight"], down)
+def test_the_directory_holds_no_weights(make_gguf):
+    file, _ = make_gguf()
+    directory = resolve(str(file)).directory
+    names = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert {path.name for path in directory.iterdir()} == names | {INDEX}
+    assert str(file) == json.loads((directory / INDEX).read_text())["file"]
 
 
 def test_config_names_class_and_dtype_and_no_quantization(make_gguf):
@@ -53,31 +66,75 @@ def test_tokenizer_template_and_generation_config_are_kept(make_gguf):
     assert json.loads((source.directory / "generation_config.json").read_text())["eos_token_id"] == 1
 
 
-def test_a_converted_model_can_be_built(make_gguf):
-    source = resolve(str(make_gguf()[0]))
-    model = build(source, load_file(source.directory / "model.safetensors"))
+def test_the_model_can_be_built(make_gguf):
+    model = load_model(resolve(str(make_gguf()[0])))
     assert torch.isfinite(model(input_ids=torch.tensor([[2, 3, 4]])).logits).all()
 
 
-def test_second_resolve_does_not_convert_again(make_gguf, monkeypatch):
+def test_second_resolve_does_not_describe_again(make_gguf, monkeypatch):
     file, _ = make_gguf()
     first = resolve(str(file))
-    monkeypatch.setattr(conversion, "_convert", lambda *_: pytest.fail("converted twice"))
+    monkeypatch.setattr(description, "_describe", lambda *_: pytest.fail("described twice"))
     assert resolve(str(file)).directory == first.directory
 
 
-def test_a_changed_file_is_converted_anew(make_gguf):
+def test_a_changed_file_is_described_anew(make_gguf):
     file, _ = make_gguf()
     first = resolve(str(file)).directory
     make_gguf(scale=2.0)
     assert resolve(str(file)).directory != first
 
 
-def test_nothing_is_left_of_a_failed_conversion(make_gguf, cache):
+def test_another_release_of_transformers_describes_anew(make_gguf, monkeypatch):
+    file, _ = make_gguf()
+    first = resolve(str(file)).directory
+    monkeypatch.setattr(description.importlib.metadata, "version", lambda _: "5.99.0")
+    assert resolve(str(file)).directory != first
+
+
+def test_of_processes_that_describe_a_file_at_once_the_first_is_taken(make_gguf, cache, monkeypatch):
+    file, _ = make_gguf()
+    first = resolve(str(file)).directory
+    kept = shutil.move(first, cache / "made elsewhere")
+    describe = description._describe
+
+    def slowly(*arguments):
+        describe(*arguments)
+        shutil.move(kept, first)
+        (first / "first").touch()
+
+    monkeypatch.setattr(description, "_describe", slowly)
+    assert resolve(str(file)).directory == first
+    assert (first / "first").exists()
+    assert list((cache / "gguf").iterdir()) == [first]
+
+
+def test_nothing_is_left_of_what_failed_or_was_killed(make_gguf, cache, monkeypatch):
     file, _ = make_gguf(leave_out=("blk.0.ffn_down.weight",))
-    with pytest.raises(SourceError, match=r"missing \['model.layers.0.mlp.down_proj.weight'\]"):
+    with pytest.raises(SourceError, match=r"tiny\.gguf.* missing \['model.layers.0.mlp.down_proj.weight'\]"):
         resolve(str(file))
     assert list((cache / "gguf").iterdir()) == []
+    file, _ = make_gguf()
+    describe = description._describe
+
+    def killed(*arguments):
+        describe(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(description, "_describe", killed)
+        with pytest.raises(KeyboardInterrupt):
+            resolve(str(file))
+    assert list((cache / "gguf").iterdir()) == []
+    assert (resolve(str(file)).directory / INDEX).is_file()
+
+
+def test_a_directory_that_was_damaged_is_named(make_gguf):
+    file, _ = make_gguf()
+    directory = resolve(str(file)).directory
+    (directory / INDEX).write_text('{"file": 3}')
+    with pytest.raises(SourceError, match=rf"{INDEX} cannot be read .* remove "):
+        weights_in(file)
 
 
 def test_a_file_that_is_no_gguf_is_named(tmp_path):
@@ -86,6 +143,6 @@ def test_a_file_that_is_no_gguf_is_named(tmp_path):
         resolve(str(tmp_path / "broken.gguf"))
 
 
-def test_conversion_prints_nothing(make_gguf, capfd):
-    resolve(str(make_gguf()[0]))
+def test_nothing_is_printed(make_gguf, capfd):
+    weights_in(make_gguf()[0])
     assert capfd.readouterr() == ("", "")

@@ -25,6 +25,13 @@ def test_what_is_neither_path_nor_hub_id_never_reaches_the_hub(name, monkeypatch
         resolve(name)
 
 
+def test_of_several_gguf_files_in_a_directory_one_has_to_be_named(tmp_path):
+    for name in ("b.gguf", "a.gguf"):
+        (tmp_path / name).touch()
+    with pytest.raises(SourceError, match=r"name one of its \.gguf files, such as a\.gguf"):
+        resolve(str(tmp_path))
+
+
 def test_a_missing_gguf_file_is_named():
     with pytest.raises(SourceError, match=r"models/x\.gguf: no such file"):
         resolve("models/x.gguf")
@@ -69,7 +76,7 @@ def test_demo_is_found_without_importing_its_package(tmp_path, monkeypatch):
     converted = tmp_path / "converted"
     converted.mkdir()
     (converted / "config.json").touch()
-    monkeypatch.setattr(sources, "converted", lambda file: converted if file == package / "weights.gguf" else None)
+    monkeypatch.setattr(sources, "describe", lambda file: converted if file == package / "weights.gguf" else None)
     assert resolve("demo") == ModelSource("demo", converted)
 
 

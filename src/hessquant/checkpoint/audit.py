@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hessquant.checkpoint.header import DTYPES, raw_bytes
-from hessquant.checkpoint.reader import CheckpointReader, WeightSource
+from hessquant.checkpoint.reader import StoredFiles, WeightSource
 from hessquant.config import Config
 from hessquant.core.finite import first_non_finite
 from hessquant.core.grid import affine, group_range, scale_factors
@@ -39,7 +39,7 @@ def audit(source: WeightSource, progress: Progress, scales: "ScaleCheck | None" 
     progress.stage("check", len(source.tensors))
     digest = hashlib.sha256(json.dumps(source.stored.config, sort_keys=True).encode())
     for name, info in sorted(source.tensors.items()):
-        plain = source.parts(name) == (name,)
+        plain = name not in source.form.dequantized
         for part in source.parts(name):
             look = _Look(info, scales) if plain and info.dtype in FLOATING else None
             _digest(source.stored, part, digest, look)
@@ -53,7 +53,7 @@ def audit(source: WeightSource, progress: Progress, scales: "ScaleCheck | None" 
     return digest.hexdigest()
 
 
-def _digest(stored: CheckpointReader, name: str, digest: "hashlib._Hash", look: "_Look | None") -> None:
+def _digest(stored: StoredFiles, name: str, digest: "hashlib._Hash", look: "_Look | None") -> None:
     """Add a stored tensor to a digest; what is of use as it is stored is looked at on the way."""
     info = stored.tensors[name]
     digest.update(json.dumps([name, info.dtype, info.shape]).encode())

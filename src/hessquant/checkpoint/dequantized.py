@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from hessquant.checkpoint.header import DTYPES, size_of
-from hessquant.checkpoint.reader import CheckpointReader
+from hessquant.checkpoint.reader import StoredFiles
 from hessquant.checkpoint.unpacked import unquantized
 from hessquant.errors import SourceError
 from hessquant.formats.stored import Form, StoredWeight, is_of_activations, refuse_both, scale_fault
@@ -39,7 +39,7 @@ class DequantizedView(ABC):
     """
 
     directory: Path
-    stored: CheckpointReader
+    stored: StoredFiles
     config: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
     form: SourceForm
@@ -77,7 +77,7 @@ class DequantizedCheckpoint(DequantizedView):
         SourceError: If parts are missing or do not fit each other, or nothing is stored so.
     """
 
-    def __init__(self, reader: CheckpointReader, form: Form) -> None:
+    def __init__(self, reader: StoredFiles, form: Form) -> None:
         self.directory, self.stored = reader.directory, reader
         self.config = unquantized(reader.config)
         self._weights = {weight.name: weight for weight in form.weights(reader.tensors)}

@@ -15,7 +15,7 @@ from hessquant.checkpoint.verify import check_inventory
 from hessquant.errors import CheckpointError, SourceError, VerificationError
 from hessquant.formats.gguf_blocks import BLOCK_TYPES, unpack
 from hessquant.formats.gguf_settings import rope_factors
-from hessquant.models.gguf_header import check_header
+from hessquant.models.gguf_header import read_header
 
 
 def open_gguf(file: Path) -> GGUFReader:
@@ -24,7 +24,7 @@ def open_gguf(file: Path) -> GGUFReader:
     Raises:
         SourceError: If it is not a whole GGUF file.
     """
-    check_header(file)
+    read_header(file)
     try:
         return GGUFReader(file)
     except (OSError, ValueError, KeyError, IndexError) as error:

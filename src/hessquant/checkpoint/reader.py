@@ -59,7 +59,7 @@ class WeightSource(TensorSource, Protocol):
         """How they are stored, as far as that is not how they are seen."""
 
     @property
-    def stored(self) -> "CheckpointReader":
+    def stored(self) -> "StoredFiles":
         """What is in the files: its config and its bytes are the source's identity."""
 
     def parts(self, name: str) -> tuple[str, ...]:
@@ -73,6 +73,13 @@ class WeightSource(TensorSource, Protocol):
 
     def warm(self, names: Iterable[str], stopped: Callable[[], bool]) -> None:
         """Read what makes these tensors and keep nothing (`CheckpointReader.warm`)."""
+
+
+class StoredFiles(WeightSource, Protocol):
+    """Files of weights that are open for reading, their tensors as they are stored."""
+
+    def pieces(self, name: str, rows: int) -> Iterator[Tensor]:
+        """Read one tensor in pieces of so many rows."""
 
 
 @dataclass(frozen=True)

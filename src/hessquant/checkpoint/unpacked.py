@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from hessquant.checkpoint.reader import CheckpointReader
+from hessquant.checkpoint.reader import StoredFiles
 from hessquant.core.grid import QuantizedWeight
 from hessquant.errors import CheckpointError, SourceError
 from hessquant.formats import DIALECTS, READABLE, dialect_of
@@ -70,7 +70,7 @@ class UnpackedCheckpoint(Mapping[str, QuantizedWeight]):
         CheckpointError: If the parts of a weight do not fit together.
     """
 
-    def __init__(self, reader: CheckpointReader) -> None:
+    def __init__(self, reader: StoredFiles) -> None:
         described = quantization_of(reader.config)
         if described is None:
             raise SourceError(f"{reader.directory}: nothing in it is quantized; config.json has no quantization_config")
@@ -178,7 +178,7 @@ def refuse_leftovers(checkpoint: UnpackedCheckpoint) -> None:
             raise fault_of(info, "belongs to a packed weight that is not there")
 
 
-def refuse_undescribed(reader: CheckpointReader) -> None:
+def refuse_undescribed(reader: StoredFiles) -> None:
     """Refuse packed weights in a checkpoint whose config says nothing of quantization.
 
     Raises:
@@ -189,7 +189,7 @@ def refuse_undescribed(reader: CheckpointReader) -> None:
             raise SourceError(f"{module} is packed, but config.json has no quantization_config to read it by")
 
 
-def read_parts(reader: CheckpointReader, module: str, dialect: Dialect) -> dict[str, Tensor]:
+def read_parts(reader: StoredFiles, module: str, dialect: Dialect) -> dict[str, Tensor]:
     """The parts of one packed weight that are there, by their short names."""
     return {part: reader.read(info.name) for part, info in parts_in(reader.tensors, module, dialect).items()}
 

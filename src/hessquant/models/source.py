@@ -22,7 +22,7 @@ from transformers import (
 
 from hessquant.config import ForwardDtype
 from hessquant.errors import SourceError
-from hessquant.models.gguf import converted
+from hessquant.models.gguf import describe
 from hessquant.models.library import reason, refusing
 from hessquant.models.naming import Naming
 from hessquant.models.weightless import build_weightless
@@ -202,21 +202,23 @@ def resolve(name: str, *, trust_remote_code: bool = False) -> ModelSource:
     except (OSError, RuntimeError) as error:  # too long a name, a folder that may not be entered, no such `~user`
         raise SourceError(f"{name}: cannot be looked up: {error}") from error
     if not described:
-        raise SourceError(f"{name}: no {_CONFIG_FILE} in {directory}; name a directory in Hugging Face layout")
+        files = sorted(file.name for file in directory.glob("*.gguf"))
+        advice = f"one of its .gguf files, such as {files[0]}" if files else "a directory in Hugging Face layout"
+        raise SourceError(f"{name}: no {_CONFIG_FILE} in {directory}; name {advice}")
     return ModelSource(name, directory, trust_remote_code)
 
 
 def _find(name: str, trust_remote_code: bool) -> Path:
     path = Path(name).expanduser()
     if name == "demo":
-        return converted(_demo_file())
+        return describe(_demo_file())
     if path.is_dir():
         file = only_gguf(path)
-        return path if file is None else converted(file)
+        return path if file is None else describe(file)
     if path.suffix == ".gguf":
         if not path.is_file():
             raise SourceError(f"{name}: no such file")
-        return converted(path)
+        return describe(path)
     if path.exists():
         raise SourceError(
             f"{name}: neither a directory nor a .gguf file; name the directory that holds its config.json"

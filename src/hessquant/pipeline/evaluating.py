@@ -14,8 +14,8 @@ from hessquant.calibration.common import common_windows
 from hessquant.capture.activations import ActivationStore
 from hessquant.capture.segments import Structure
 from hessquant.checkpoint.decoded import DecodedCheckpoint
-from hessquant.checkpoint.opening import weights_of
-from hessquant.checkpoint.reader import CheckpointReader
+from hessquant.checkpoint.opening import open_files, weights_of
+from hessquant.checkpoint.reader import StoredFiles
 from hessquant.checkpoint.unpacked import UnpackedCheckpoint, refuse_undescribed
 from hessquant.config import Config
 from hessquant.errors import DeviceMemoryError, PlanError, SourceError
@@ -113,7 +113,7 @@ _Opened = tuple[StreamedModel, Structure]
 
 def _open(source: ModelSource, opened: ExitStack) -> _Opened:
     """A model whose checkpoint is open as long as `opened` is, and its blocks; quantized weights are decoded."""
-    return stream_checkpoint(source, opened.enter_context(CheckpointReader(source.directory)))
+    return stream_checkpoint(source, opened.enter_context(open_files(source.directory)))
 
 
 def _measure(
@@ -178,7 +178,7 @@ def _refusing_shortage(source: ModelSource, doing: str, way_out: str) -> Iterato
 
 
 def stream_checkpoint(
-    source: ModelSource, reader: CheckpointReader, inputs: Mapping[str, Tensor] | None = None
+    source: ModelSource, reader: StoredFiles, inputs: Mapping[str, Tensor] | None = None
 ) -> tuple[StreamedModel, Structure]:
     """The model of a checkpoint, with its weights still there, and its blocks; quantized weights will be decoded.
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from hessquant.calibration.calibration import Calibration
-from hessquant.checkpoint.opening import requantized, weights_of
-from hessquant.checkpoint.reader import CheckpointReader, WeightSource
+from hessquant.checkpoint.opening import open_files, requantized, weights_of
+from hessquant.checkpoint.reader import WeightSource
 from hessquant.config import Config
 from hessquant.errors import ConfigError
 from hessquant.models.source import ModelSource, resolve
@@ -60,7 +60,7 @@ def planned(
     device = find_device(config.device)
     source = resolve(model, trust_remote_code=config.trust_remote_code)
     source = replace(source, device=device, forward_dtype=config.forward_dtype)
-    with CheckpointReader(source.directory) as reader:
+    with open_files(source.directory) as reader:
         inputs = Calibration(source, calibration, config)
         inputs.check()
         weights = weights_of(reader)
