@@ -136,8 +136,8 @@ def plan(
     ] = "builtin",
 ) -> int:
     """Show what quantize would do, without reading weights."""
-    with _work():
-        planned = hessquant.pipeline.make_plan(model, config, calibration=calibration)
+    with _work(), make_progress(Console(stderr=True)) as progress:
+        planned = hessquant.pipeline.make_plan(model, config, calibration=calibration, progress=progress)
     _say_unknown(planned, config)
     _show(planned, render_plan(planned))
     return _DONE

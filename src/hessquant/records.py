@@ -290,6 +290,28 @@ class ExpertLoad:
 
 
 @dataclass(frozen=True)
+class Allocation:
+    """What is expected of bits that were divided over weights by a target.
+
+    Attributes:
+        predicted_kl: KL divergence from the original model's predictions, in nats per token, that the weights whose
+            bits were chosen are expected to cost; estimated before any of them is quantized.
+        bits: What all quantized weights take as they are stored, in bits per weight.
+        bound: No division of the same size is expected to cost less.
+        uniform_kl: Expected where all of them have the bits and the group size of the settings.
+        uniform_bits: Bits per weight then.
+        tokens: Calibration tokens that it is estimated from.
+    """
+
+    predicted_kl: float
+    bits: float
+    bound: float
+    uniform_kl: float
+    uniform_bits: float
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that is decided before a weight is read.
 
@@ -328,6 +350,7 @@ class Plan:
             tokens, or nothing says how many are chosen.
         source_form: How the source's weights are stored, in words; empty if they are plain 16 or 32 bit.
         dropped: Tensors of the source that have no place in the result, and why.
+        allocation: What is expected of bits that were chosen by a target; None where there was none.
     """
 
     source: str
@@ -362,6 +385,7 @@ class Plan:
     expert_load: ExpertLoad | None = None
     source_form: str = ""
     dropped: tuple[Untouched, ...] = ()
+    allocation: Allocation | None = None
 
     @property
     def fits(self) -> bool:
