@@ -135,7 +135,7 @@ def plan(
         str, typer.Option(metavar="SOURCE", help="As quantize takes it; of a text only the beginning is read.")
     ] = "builtin",
 ) -> int:
-    """Show what quantize would do, without reading weights."""
+    """Show what quantize would do, without reading weights unless bits are to be chosen."""
     with _work(), make_progress(Console(stderr=True)) as progress:
         planned = hessquant.pipeline.make_plan(model, config, calibration=calibration, progress=progress)
     _say_unknown(planned, config)

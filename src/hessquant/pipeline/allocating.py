@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from tempfile import gettempdir
@@ -21,14 +21,11 @@ from hessquant.models.library import predicts_next_token
 from hessquant.models.source import ModelSource
 from hessquant.models.stream import StreamedModel
 from hessquant.pipeline.publishing import digest
-from hessquant.planning.bit_allocation import Prices, allot, grids_to_try
-from hessquant.planning.size import activation_budget, activation_budget_on
+from hessquant.planning.bit_allocation import PRICED_WINDOWS, Prices, allot, grids_to_try, pricing_bytes
+from hessquant.planning.size import DRIVER, LIBRARIES, activation_budget, activation_budget_on
 from hessquant.records import Allocation, GridSpec, Plan
 from hessquant.results import Progress
 from hessquant.run.sensitivity import price_weights
-
-_WINDOWS = 16
-"""Calibration windows that prices are made from, the first of them."""
 
 _WAY_OUT = "name another directory in the environment variable TMPDIR, or raise --activation-memory"
 
@@ -56,7 +53,7 @@ def allocated(
     if not predicts_next_token(source.config, trust_remote_code=source.trust_remote_code):
         raise PlanError(f"{_cannot(plan)}: it gives no logits of next tokens to lose; {_INSTEAD}")
     grids = grids_to_try(plan, config)
-    batches = tuple(islice(inputs.batches(1), _WINDOWS))
+    batches = tuple(islice(inputs.batches(1), PRICED_WINDOWS))
     tokens = sum(batch.tokens for batch in batches)
     kept = cache_directory() / "sensitivity" / f"{_key(source, inputs, plan, config, grids)}.json"
     prices = _read(kept, grids)
@@ -76,13 +73,23 @@ def _cannot(plan: Plan) -> str:
     return f"{plan.source}: bits cannot be divided over the weights of {plan.architecture}"
 
 
+def with_allocation(plan: Plan, allocation: Allocation, source: ModelSource, config: Config) -> Plan:
+    """A plan of what was allocated, with the memory that pricing took if that is more."""
+    vocabulary = int(source.config.get_text_config().vocab_size)
+    took = pricing_bytes(plan, config, vocabulary, source.place)
+    if source.place.is_host:
+        memory = max(plan.memory_bytes, LIBRARIES + took)
+        return replace(plan, allocation=allocation, memory_bytes=memory)
+    return replace(plan, allocation=allocation, device_memory_bytes=max(plan.device_memory_bytes, DRIVER + took))
+
+
 def _key(
     source: ModelSource, inputs: Calibration, plan: Plan, config: Config, grids: Mapping[str, tuple[GridSpec, ...]]
 ) -> str:
     """What prices depend on, as one word: the files by their size and time of change, as make does it."""
     files = sorted(each for each in source.directory.iterdir() if each.is_file())
     of_files = [(str(each.resolve()), each.stat().st_size, each.stat().st_mtime_ns) for each in files]
-    settings = config.damping, config.order, config.scale_search, config.seed, _WINDOWS
+    settings = config.damping, config.order, config.scale_search, config.seed, PRICED_WINDOWS
     tried = {name: [asdict(grid) for grid in of_weight] for name, of_weight in grids.items()}
     return digest([__version__, of_files, inputs.record.digest, plan.place, settings, tried])[:32]
 

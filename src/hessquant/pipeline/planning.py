@@ -10,7 +10,7 @@ from hessquant.checkpoint.opening import requantized, weights_of
 from hessquant.checkpoint.reader import CheckpointReader, WeightSource
 from hessquant.config import Config
 from hessquant.models.source import ModelSource, resolve
-from hessquant.pipeline.allocating import allocated
+from hessquant.pipeline.allocating import allocated, with_allocation
 from hessquant.pipeline.publishing import refuse_form
 from hessquant.place import find_device
 from hessquant.planning import plan as planning
@@ -95,5 +95,5 @@ def planned(
             allocation = allocated(source, weights, inputs, plan, config, progress) if ranks.is_first else None
             config, known = ranks.tell(cast(tuple[Config, Allocation], allocation))
             plan = planning.make_plan(source, weights.tensors, config, inputs=inputs.sample, form=weights.form)
-            plan = replace(plan, allocation=known)
+            plan = with_allocation(plan, known, source, config)
         yield Planned(source, weights, inputs, config, plan)

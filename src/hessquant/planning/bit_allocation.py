@@ -10,10 +10,16 @@ from hessquant.core.allocation import Option, allocate
 from hessquant.errors import PlanError
 from hessquant.formats import OUTPUTS
 from hessquant.formats.fused import fused_with
+from hessquant.place import Place
 from hessquant.planning.composition import PlannedCheckpoint
 from hessquant.planning.patterns import match_all, matches
 from hessquant.planning.servers import verdicts
+from hessquant.planning.size import activation_budget, activation_budget_on
+from hessquant.planning.work import FACTOR, HESSIAN
 from hessquant.records import Allocation, GridSpec, Plan, ServerVerdict, Target
+
+PRICED_WINDOWS = 16
+"""Calibration windows that prices are made from, the first of them."""
 
 _BITS = range(2, 9)
 
@@ -144,6 +150,41 @@ def allot(plan: Plan, config: Config, prices: Prices, tokens: int) -> tuple[Conf
         tokens=tokens,
     )
     return replace(config, overrides=(*_overrides(chosen, list(by_name)), *config.overrides)), allocation
+
+
+def pricing_bytes(plan: Plan, config: Config, vocabulary: int, place: Place) -> int:
+    """Estimated peak of what pricing weights takes where the model runs, libraries apart.
+
+    Of the block that needs most: its weights and their gradients, the Hessians of all of its inputs, the work on one of
+    them, and what one window's backward pass keeps, twice what its weights take in and give out. Or the logits of a
+    window, in float32 with their gradient and on the way there. And hidden states between all blocks, up to what
+    activations may take.
+
+    Args:
+        plan: Of a model whose blocks are run one by one.
+        config: Says how much activations may take.
+        vocabulary: Logits per token.
+        place: Where the model runs.
+    """
+    length = plan.window_length or 0
+    of_block: dict[int, list[Target]] = {}
+    for target in plan.targets:
+        of_block.setdefault(target.block, []).append(target)
+    hidden = place.dtype.itemsize * plan.hidden_size * length * PRICED_WINDOWS * (len(plan.blocks) + 1)
+    budget = activation_budget(config) if place.is_host else activation_budget_on(place)
+    of_window = 3 * HESSIAN * vocabulary * length
+    return min(hidden, budget) + max(of_window, *(_priced(each, length, place) for each in of_block.values()))
+
+
+def _priced(targets: Sequence[Target], length: int, place: Place) -> int:
+    """What pricing the weights of one block takes."""
+    element = place.dtype.itemsize
+    weights = sum(target.rows * target.columns for target in targets)
+    kept = sum(target.rows + target.columns for target in targets if not target.module)
+    hessians = {target.shares_input_with: HESSIAN * target.columns**2 for target in targets}
+    largest = max(targets, key=lambda target: target.columns**2 + target.rows * target.columns)
+    work = (HESSIAN + FACTOR) * largest.columns**2 + 6 * HESSIAN * largest.rows * largest.columns
+    return 2 * element * (weights + kept * length) + sum(hessians.values()) + work
 
 
 def _alike(names: Collection[str]) -> list[list[str]]:
