@@ -142,9 +142,11 @@ def plan(
         "See [scaling.md](scaling.md#what-a-run-costs).",
     ] = None,
 ) -> int:
-    """Show what quantize would do, without reading weights."""
-    with _work():
-        planned = hessquant.pipeline.make_plan(model, config, calibration=calibration, processes=processes)
+    """Show what quantize would do, without reading weights unless bits are to be chosen."""
+    with _work(), make_progress(Console(stderr=True)) as progress:
+        planned = hessquant.pipeline.make_plan(
+            model, config, calibration=calibration, processes=processes, progress=progress
+        )
     _say_unknown(planned, config)
     _show(planned, render_plan(planned))
     return _DONE

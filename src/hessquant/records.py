@@ -353,6 +353,28 @@ class RunCost:
 
 
 @dataclass(frozen=True)
+class Allocation:
+    """What is expected of bits that were divided over weights by a target.
+
+    Attributes:
+        predicted_kl: KL divergence from the original model's predictions, in nats per token, that the weights whose
+            bits were chosen are expected to cost; estimated before any of them is quantized.
+        bits: What all quantized weights take as they are stored, in bits per weight.
+        bound: No division of the same size is expected to cost less.
+        uniform_kl: Expected where all of them have the bits and the group size of the settings.
+        uniform_bits: Bits per weight then.
+        tokens: Calibration tokens that it is estimated from.
+    """
+
+    predicted_kl: float
+    bits: float
+    bound: float
+    uniform_kl: float
+    uniform_bits: float
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that is decided before a weight is read.
 
@@ -392,6 +414,7 @@ class Plan:
         source_form: How the source's weights are stored, in words; empty if they are plain 16 or 32 bit.
         dropped: Tensors of the source that have no place in the result, and why.
         cost: What a run over several processes is estimated to take, where it was asked for.
+        allocation: What is expected of bits that were chosen by a target; None where there was none.
     """
 
     source: str
@@ -428,6 +451,7 @@ class Plan:
     dropped: tuple[Untouched, ...] = ()
     # Of a run and not of the plan: any number of processes does the same.
     cost: RunCost | None = field(default=None, compare=False)
+    allocation: Allocation | None = None
 
     @property
     def fits(self) -> bool:

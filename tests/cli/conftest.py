@@ -22,7 +22,7 @@ class FakePipeline(ModuleType):
         if self.error is not None:
             raise self.error
 
-    def make_plan(self, model, config=None, *, calibration="builtin", processes=None):
+    def make_plan(self, model, config=None, *, calibration="builtin", processes=None, progress=None):
         self._ask(model=model, config=config, calibration=calibration, processes=processes)
         return self.plan
 

@@ -37,6 +37,8 @@ OPTIONS = [
         ["--override", "a=bits:8,group:64", "--override", "b.*=asymmetric"],
         {"overrides": (Override(pattern="a", bits=8, group_size=64), Override(pattern="b.*", symmetric=False))},
     ),
+    (["--target-bits", "4.25"], {"target_bits": 4.25}),
+    (["--target-size", "5GB"], {"target_bytes": 5_000_000_000}),
     (["--serve", "vllm", "--serve", "llama.cpp"], {"serve": ("vllm", "llama.cpp")}),
     (["--seed", "7"], {"seed": 7}),
     (["--capture", "passes"], {"capture": "passes"}),

@@ -204,7 +204,7 @@ def _swept(
 ) -> QuantizedWeight:
     """The weight after the sweep and its refinement."""
     if config.scales == "static":
-        grid = fit_grid(weight, _relative_importance(factor, weight.dtype), spec, config, kernels)
+        grid = fit_grid(weight, relative_importance(factor, weight.dtype), spec, config, kernels)
         codes = sweep(weight, factor, grid, block_size=config.block_size, kernel=kernels.sweep_block)
         swept = QuantizedWeight(codes, grid)
     else:
@@ -224,7 +224,7 @@ def fit_grid(weight: Tensor, importance: Tensor, spec: GridSpec, config: Config,
     return Grid(spec, scales.mT.contiguous(), zeros.mT.contiguous())
 
 
-def _relative_importance(factor: Factor, dtype: torch.dtype) -> Tensor:
+def relative_importance(factor: Factor, dtype: torch.dtype) -> Tensor:
     """M_jj^2 over their mean, in the columns' own order: float32 holds them at any scale of the Hessian."""
     return (factor.importance / factor.importance.mean(-1, keepdim=True)).to(dtype)
 
@@ -286,7 +286,7 @@ def dynamic_sweep(weight: Tensor, factor: Factor, spec: GridSpec, config: Config
     lower, width, columns = factor.lower.to(weight.dtype), spec.width(weight.shape[-1]), weight.shape[-1]
     picked, picked_groups = _picked_by(factor.order), _picked_by(factor.order[..., ::width] // width)
     visited = _in_order(weight.mT, picked)
-    importance = _relative_importance(factor, weight.dtype).gather(-1, factor.order)
+    importance = relative_importance(factor, weight.dtype).gather(-1, factor.order)
     one_group = replace(spec, group_size=-1)
     errors = torch.zeros_like(visited)
     codes = torch.empty(visited.shape, dtype=torch.uint8, device=weight.device)

@@ -33,8 +33,17 @@ from hessquant.results import SILENT, CalibrationRecord, ProcessRecord, Progress
 from hessquant.run.loop import Outcome, quantize_segments
 from hessquant.run.store import RunStore
 
-_FREE_OF_RESULT = ("activation_memory", "capture", "max_unquantized", "requantize", "serve", "trust_remote_code")
-"""Settings that do not change the result, so that a run may go on with others."""
+_FREE_OF_RESULT = (
+    "activation_memory",
+    "capture",
+    "max_unquantized",
+    "requantize",
+    "serve",
+    "target_bits",
+    "target_bytes",
+    "trust_remote_code",
+)
+"""Settings that do not change the result, so that a run may go on with others; a target does by its overrides."""
 
 _OF_THE_PLACE = ("device", "forward_dtype")
 """Settings that the place where the model runs comes of, which is what the result depends on."""
@@ -84,14 +93,18 @@ def quantize(
     kept_in = Path(run_dir) if run_dir else out.with_name(f"{out.name}.run")
     clocks = time.perf_counter(), time.process_time()
     map_large_blocks()
-    with joined() as ranks, planned(model, config, calibration) as (source, reader, inputs, plan):
-        config = replace(config, window_length=plan.window_length)  # so that the default is the same run as its value
-        job = _Job(source, reader, inputs, plan, config, progress if progress and ranks.is_first else SILENT)
-        job.progress.plan(plan)
-        if ranks.is_first:
-            _refuse_occupied(out, source)
-        with RunStore(kept_in, keep=keep_run, ranks=ranks) as store, holding(out) if ranks.is_first else nullcontext():
-            return job.done(out, store, clocks)
+    with joined() as ranks:
+        told = progress if progress and ranks.is_first else SILENT
+        with planned(model, config, calibration, told, ranks) as (source, reader, inputs, config, plan):
+            # The window length, so that the default is the same run as its value.
+            config = replace(config, window_length=plan.window_length)
+            job = _Job(source, reader, inputs, plan, config, told)
+            job.progress.plan(plan)
+            if ranks.is_first:
+                _refuse_occupied(out, source)
+            only_first = holding(out) if ranks.is_first else nullcontext()
+            with RunStore(kept_in, keep=keep_run, ranks=ranks) as store, only_first:
+                return job.done(out, store, clocks)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from math import fsum
 from statistics import median
 from typing import NamedTuple
 
-from hessquant.records import ExpertLoad, Plan, ServerVerdict, Target
+from hessquant.records import Allocation, ExpertLoad, Plan, ServerVerdict, Target
 from hessquant.report.units import format_bytes
 from hessquant.results import CalibrationRecord, InspectedWeight, LayerRecord
 
@@ -197,6 +197,15 @@ def reach(tensor_parallel: int, limited_by: str) -> str:
     'up to 2, set by model.layers.*.mlp.down_proj'
     """
     return f"up to {tensor_parallel}" + (f", set by {limited_by.removesuffix('.weight')}" if limited_by else "")
+
+
+def allocation_sentence(allocation: Allocation) -> str:
+    """What bits that were chosen by a target are expected to cost, beside the settings' own."""
+    return (
+        f"KL of {allocation.predicted_kl:.4f} nats per token at {allocation.bits:.4f} stored bits per weight; with one "
+        f"setting for all, {allocation.uniform_kl:.4f} at {allocation.uniform_bits:.4f}; estimated from "
+        f"{allocation.tokens:,} tokens"
+    )
 
 
 def load_sentences(load: ExpertLoad) -> tuple[str, ...]:

@@ -75,6 +75,14 @@ def _tiles(report: RunReport) -> str:
         (f"{report.forwards_per_block:g}", "forward passes per block and window"),
         (f"{report.calibration.tokens:,}", "calibration tokens"),
     ]
+    if plan.allocation is not None:
+        expected, uniform = plan.allocation.predicted_kl, plan.allocation.uniform_kl
+        figures.append(
+            (
+                f"{expected:.4f}",
+                f"nats of KL expected of the bits that were chosen; {uniform:.4f} with one setting for all",
+            )
+        )
     if report.resumed_blocks:
         figures.append((f"{report.resumed_blocks}", "blocks finished by an earlier, interrupted run"))
     return "".join(

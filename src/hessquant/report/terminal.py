@@ -14,6 +14,7 @@ from rich.text import Text
 from hessquant.records import Plan, RunCost, Target
 from hessquant.report.figures import (
     SERVER_HEADINGS,
+    allocation_sentence,
     kind_among,
     kind_labels,
     kind_of,
@@ -191,6 +192,7 @@ def _plan_facts(plan: Plan) -> Table:
         ("Targets", f"{len(plan.targets):,} weights, {grids}, group {groups}"),
         ("Not calibrated", unbuilt_sentence(plan) or None),
         ("Bits per weight", f"{round(plan.bits_per_weight, 4):g}"),
+        ("Expected loss", None if plan.allocation is None else allocation_sentence(plan.allocation)),
         (
             "Size",
             f"{format_bytes(plan.source_bytes)}{in_bits} -> {format_bytes(plan.output_bytes)} "
