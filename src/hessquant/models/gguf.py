@@ -168,7 +168,7 @@ def _describe(file: Path, directory: Path) -> None:
             fits = _fits_float16(index, header, stream)
     except SourceError as error:
         raise SourceError(f"{file.name}: {error}. {_ADVICE}") from error
-    config.architectures, config.dtype = [type(model).__name__], torch.float16 if fits else torch.float32
+    config.architectures, config.dtype = [type(model).__name__], torch.float16 if fits else HOST.dtype
     config.save_pretrained(directory)
     if model.can_generate():
         model.generation_config.save_pretrained(directory)
