@@ -29,6 +29,7 @@ from hessquant.errors import CaptureError
 from hessquant.kernels.dispatch import kernels_for
 from hessquant.models.stream import StreamedModel
 from hessquant.models.watch import Product
+from hessquant.place import HOST
 from hessquant.planning.bit_allocation import Prices
 from hessquant.records import GridSpec, Plan, Target
 from hessquant.results import Progress
@@ -201,7 +202,11 @@ class _Pricing:
         width = grid.width(len(mean)) if config.order == "group" else len(mean)
         if width not in known:
             known[width] = factorize(
-                mean, damping=config.damping, order=config.order, group_width=width, dtype=torch.float32
+                mean,
+                damping=config.damping,
+                order=config.order,
+                group_width=width,
+                dtype=torch.promote_types(mean.dtype, HOST.dtype),
             )
         return known[width]
 
