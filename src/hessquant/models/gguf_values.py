@@ -87,7 +87,7 @@ def values_of(stream: BufferedReader, tensor: StoredTensor, start: int, stop: in
         OSError: As `read_rows`.
     """
     columns = tensor.shape[-1]
-    values = np.empty((stop - start, columns), dtype=np.float32)
+    values = np.empty((stop - start, columns), dtype=np.single)
     step = max(1, _PIECE // columns)
     # What is not finite is found by whoever looks at the values.
     with np.errstate(all="ignore"):

@@ -149,7 +149,7 @@ def _weight(maker: Maker, name: str, members: Sequence[StoredTensor]) -> MadeWei
 
 def _tried(maker: Maker, tensors: Sequence[StoredTensor]) -> tuple[dict[str, np.ndarray], bool]:
     """What tensors make, of a stack its first matrix; and whether that is what they are. The values mean nothing."""
-    parts = [(tensor.name, np.broadcast_to(np.float32(-1), first_of(tensor.shape))) for tensor in tensors]
+    parts = [(tensor.name, np.broadcast_to(np.single(-1), first_of(tensor.shape))) for tensor in tensors]
     try:
         made = maker.make(parts)
     except (ValueError, IndexError, KeyError, RuntimeError, TypeError, ZeroDivisionError) as error:
